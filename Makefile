@@ -15,7 +15,7 @@ help: ## list the targets
 install: $(STAMP) ## make .venv and install threed in it, with the exact versions of constraints.txt
 
 # Always with constraints: an unpinned torch may bring gigabytes of CUDA packages of another version.
-$(STAMP): pyproject.toml setup.py constraints.txt threed/native.c
+$(STAMP): pyproject.toml setup.py constraints.txt threed/optim/native.c
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "threed needs Python 3.11 or newer; try: make install PYTHON=/path/to/python3.11" >&2; exit 2; }
 	@echo "installing into .venv (minutes, the first time)"

@@ -30,8 +30,8 @@ def _named(text: str, path: str) -> str:
     return text if path.rpartition("/")[2] == text or path == text else f"{text} (`{path.partition('#')[0]}`)"
 
 
-# Without a C compiler threed is installed all the same and takes torch's AdamW (threed/native.py).
-setup(ext_modules=[Extension("threed._native", ["threed/native.c"], extra_compile_args=FLAGS,
+# Without a C compiler threed is installed all the same and takes torch's AdamW (threed/optim/native.py).
+setup(ext_modules=[Extension("threed.optim._native", ["threed/optim/native.c"], extra_compile_args=FLAGS,
                              extra_link_args=["-fopenmp"],
                              libraries=["m"], optional=True, py_limited_api=True)],
       cmdclass={"bdist_wheel": Wheel},

@@ -26,13 +26,13 @@ import torch.distributed.checkpoint as dcp
 from sizes import Sizes, batches, make_config
 from turns import TIMEOUT_S
 
+from threed.base.quantity import show_bytes, show_count, show_seconds
 from threed.checkpoint.lineage import Lineage
 from threed.checkpoint.save import Saver
-from threed.comm import ProcessComm, file_store
+from threed.comm.group import ProcessComm, file_store
 from threed.engine.engine import Engine
 from threed.models.model import layers
 from threed.planner import make_mesh, make_plan
-from threed.quantity import show_bytes, show_count, show_seconds
 from threed.schema import Config
 
 COUNTERS = {"samples": 0, "skipped": 0, "wandb_id": None}

@@ -94,7 +94,7 @@ def step_of_adamw(at: At) -> str:
 @FACTS.add()
 def initial_values(at: At) -> str:
     """Of a run, which do not depend on the mesh, and of a bench, drawn on the device."""
-    from threed.models.spec import Parameter
+    from threed.spec.parameter import Parameter
     from threed.tensor.random import draw, draw_in_place
 
     rows, said = at.of(4096, 64), []
@@ -194,7 +194,7 @@ def copies(at: At) -> str:
 @FACTS.add(alone=True)
 def attention_chosen(at: At) -> str:
     """What a run takes, for models of several kinds."""
-    from threed.config import load
+    from threed.config.load import load
     from threed.engine.device import attention, set_up
 
     large = ["model.heads=32", "model.hidden=4096", "model.seq_len=8192", "precision.dtype=bf16"]
@@ -291,9 +291,9 @@ def fused_pieces(at: At) -> str:
     """Whether each piece compiles, forward and backward, and how far it is from the plain one."""
     from fused import pieces
 
-    from threed.config import load
+    from threed.base.errors import InputError
+    from threed.config.load import load
     from threed.engine.device import compiles
-    from threed.errors import InputError
     from threed.tensor.fused import Fused
 
     try:

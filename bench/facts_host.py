@@ -64,7 +64,7 @@ def compilers(at: At) -> str:
 @FACTS.add(gpu=False)
 def native(at: At) -> str:
     """AdamW and checksums on the host."""
-    from threed import native
+    from threed.optim import native
 
     return "threed's native.c is there" if native.ADAMW is not None else f"none: {native.MISSING}"
 
@@ -77,7 +77,7 @@ def start(at: At) -> str:
         subprocess.run([sys.executable, "-c", code], check=True)
         return time.perf_counter() - begin
 
-    return f"import torch {seconds('import torch'):.1f} s, threed {seconds('import threed.cli'):.1f} s"
+    return f"import torch {seconds('import torch'):.1f} s, threed {seconds('import threed.cli.main'):.1f} s"
 
 
 @FACTS.add()

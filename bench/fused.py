@@ -20,7 +20,7 @@ os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"  # compile anew each time
 import torch
 import torch.nn.functional as F
 
-from threed.quantity import show_bytes
+from threed.base.quantity import show_bytes
 from threed.tensor.fused import Fused
 from threed.tensor.random import keep_mask
 

@@ -29,8 +29,8 @@ from gpu_side import NO_ROOM, Machine, gain, machine, ours, torchs
 from pipeline import machine as cores
 from sizes import Sizes
 
-from threed.errors import InputError
-from threed.quantity import show_bytes, show_count
+from threed.base.errors import InputError
+from threed.base.quantity import show_bytes, show_count
 from threed.tensor.precision import DTYPES
 
 # Name -> a GPT: layers, width, heads, vocabulary, sequence, micro-batch, micro-batches, dtype. On a GPU some

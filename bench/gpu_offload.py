@@ -27,18 +27,18 @@ import torch
 from pipeline import machine, processors
 from sizes import Sizes, batches, make_config
 
-from threed.comm import HOST_LANES, Comm, ProcessComm, file_store
+from threed.base.errors import RunError
+from threed.base.quantity import parse_bytes, show_bytes, show_count
+from threed.comm.group import HOST_LANES, Comm, ProcessComm, file_store
+from threed.comm.lanes import Handle, Job, Lane
 from threed.engine.device import set_up
 from threed.engine.engine import Engine
-from threed.errors import RunError
-from threed.lanes import Handle, Job, Lane
 from threed.models.model import layers
 from threed.monitor.measure import peak_bytes
 from threed.planner import make_mesh, make_plan
 from threed.program.instruction import COMPUTE
 from threed.program.summary import fixed_bytes, stages
 from threed.program.trace import Trace
-from threed.quantity import parse_bytes, show_bytes, show_count
 from threed.schema import Config
 
 RECOMPUTE, OPTIMIZER = ["activation.policy=full"], ["zero.stage=2", "offload.optimizer=cpu"]

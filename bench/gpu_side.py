@@ -21,17 +21,17 @@ from sizes import Sizes, batches, make_config
 from torch import nn
 
 from threed import predict
-from threed.comm import Comm, ProcessComm, file_store
+from threed.base.errors import InputError
+from threed.base.quantity import show_bytes
+from threed.comm.group import Comm, ProcessComm, file_store
 from threed.engine.device import attention, compiles, set_up
 from threed.engine.engine import Engine
-from threed.errors import InputError
 from threed.models.model import model_flops
 from threed.monitor.measure import peak_bytes
 from threed.planner import make_mesh, make_plan
 from threed.program.instruction import Op, Slot
 from threed.program.summary import fixed_bytes, stages
 from threed.program.table import Plan
-from threed.quantity import show_bytes
 from threed.schema import Config
 from threed.tensor.context import Batch
 from threed.tensor.precision import DTYPES

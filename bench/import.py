@@ -26,19 +26,19 @@ from typing import Any, NamedTuple
 
 import torch
 
+from threed.base.quantity import show_bytes, show_seconds
 from threed.checkpoint.load import resume
-from threed.comm import ProcessComm, file_store
-from threed.config import load
-from threed.doors.hf.config import family_of, model_of, values_of
-from threed.doors.hf.exporting import SHARD, export_model
-from threed.doors.hf.importing import import_model
-from threed.doors.hf.tensors import Writer, headers_of, index_text
-from threed.doors.hf.views import Part
+from threed.comm.group import ProcessComm, file_store
+from threed.config.load import load
 from threed.engine.engine import Engine
+from threed.interop.hf.config import family_of, model_of, values_of
+from threed.interop.hf.exporting import SHARD, export_model
+from threed.interop.hf.importing import import_model
+from threed.interop.hf.mapping import Part
+from threed.interop.hf.tensors import Writer, headers_of, index_text
 from threed.models.model import parameters
 from threed.planner import forward_plan, make_mesh, make_plan
 from threed.program.table import EVALUATE
-from threed.quantity import show_bytes, show_seconds
 
 TIMEOUT_S = 600.0
 HIDDEN, HEADS, VOCAB = 4096, 32, 32000

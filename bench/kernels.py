@@ -14,7 +14,7 @@ import torch
 import triton
 
 from tests.loopback import h100
-from threed.quantity import show_bytes
+from threed.base.quantity import show_bytes
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 

@@ -34,12 +34,12 @@ from pipeline import machine, processors
 from torch.optim.adamw import AdamW
 from zero_peers import DEEPSPEED, DEEPSPEED_VERSION
 
-from threed import native
-from threed.lanes import ThreadLane
-from threed.optimizers.base import Update, View
-from threed.quantity import show_count
+from threed.base.quantity import show_count
+from threed.comm.lanes import ThreadLane
+from threed.optim import native
+from threed.optim.base import Update, View
+from threed.optim.step import step as threed_step
 from threed.schema import OptimizerConfig
-from threed.zero.optimizer import step as threed_step
 
 UNIT = 10_000_000  # parameters that are stepped at a time
 LARGE, FEW_ROUNDS = 100_000_000, 8  # sizes above that get so many rounds: a pass takes long enough

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import torch
 
-from threed.lanes import ThreadLane
-from threed.offload.tiers import BLOCK, Disk
-from threed.pool import Pool
+from threed.comm.lanes import ThreadLane
+from threed.tensor.disk import BLOCK, Disk
+from threed.tensor.pool import Pool
 
 TARGET = 0.8  # of the best of the others' speed
 

@@ -20,10 +20,10 @@ from sizes import Sizes, make_config
 from turns import TIMEOUT_S, answer, check, join, timed
 from zero_peers import DEEPSPEED, DEEPSPEED_VERSION, Step, deepspeed, threed
 
-from threed.comm import Comm, ProcessComm, file_store
+from threed.base.quantity import show_count
+from threed.comm.group import Comm, ProcessComm, file_store
 from threed.models.model import layers
 from threed.planner import make_mesh
-from threed.quantity import show_count
 from threed.schema import Config, OffloadConfig
 
 RANKS = 2

@@ -37,14 +37,14 @@ from typing import Any, NamedTuple
 import torch
 from sleepers import PEERS, SHAPE, Case, Ran, Threed, Times, Torch, make_case, nap
 
-from threed.comm import ProcessComm, file_store
-from threed.pipeline.orders import SCHEDULES, Order
+from threed.comm.group import ProcessComm, file_store
 from threed.planner import make_mesh
-from threed.prediction.bare import bare_programs
+from threed.prediction.schedule_only import bare_programs
 from threed.program.instruction import COMPUTE, Instruction, Op, Slot
 from threed.program.link import Program, link
 from threed.program.table import Plan, Table
 from threed.program.walk import Mode, walk
+from threed.schedules.orders import SCHEDULES, Order
 
 TIMEOUT_S = 120.0
 PINGS = 60

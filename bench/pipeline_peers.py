@@ -21,11 +21,11 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn.parallel import DistributedDataParallel
 from zero_peers import DEEPSPEED, Step, adamw, deepspeed_engine, local, modules, on_engine, silent
 
-from threed.comm import Comm, ProcessComm
+from threed.comm.group import Comm, ProcessComm
 from threed.engine.loopback import channel_pairs
 from threed.models.layers.base import Out
-from threed.pipeline.orders import SCHEDULES
 from threed.planner import make_plan
+from threed.schedules.orders import SCHEDULES
 from threed.schema import Config
 from threed.tensor.context import Batch
 from threed.tensor.precision import Precision

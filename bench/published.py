@@ -24,14 +24,14 @@ from typing import NamedTuple
 from unittest import mock
 
 import threed
-from threed.models.kernels import Moved
 from threed.models.layers.head import Head
 from threed.planner import make_pipeline, make_plan
 from threed.prediction.analytic import cost
-from threed.prediction.beside import step
+from threed.prediction.contention import step
 from threed.prediction.hardware import Hardware
 from threed.program.table import Plan
 from threed.schema import Config
+from threed.spec.kernels import Moved
 
 FITTED = ("efficiency", "memory_efficiency", "node_efficiency", "adapter_efficiency")
 MEGATRON = "attention_passes=6,contention=1"

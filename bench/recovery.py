@@ -24,7 +24,7 @@ from typing import Any
 
 import psutil
 
-from threed.quantity import show_seconds
+from threed.base.quantity import show_seconds
 
 LIMIT_S = 300.0
 STEP = 3  # after which the rank is killed

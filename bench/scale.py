@@ -25,23 +25,23 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from threed import assemble
+from threed.base.quantity import show_bytes
 from threed.checkpoint.load import resume
-from threed.checkpoints import check_room
-from threed.comm import ProcessComm, connecting_late
-from threed.config import load
+from threed.comm.group import ProcessComm, connecting_late
+from threed.comm.rendezvous import POLLS
+from threed.comm.store import of_this_start
+from threed.config.load import load
 from threed.data.tokens import Prepared
 from threed.engine import shared
 from threed.engine.watch import POLL_S, Watch
+from threed.models.measure import SilentGroup
 from threed.monitor.measure import Meter
 from threed.monitor.traces import encode
 from threed.planner import make_plan
 from threed.program.trace import Trace
-from threed.quantity import show_bytes
-from threed.rendezvous import POLLS
 from threed.schema import Config
-from threed.store import of_this_start
-from threed.tensor.measure import SilentGroup
+from threed.training import setup as assemble
+from threed.training.saving import check_room
 
 RANKS, STARTS, GLOO = (1024, 4096, 10240), (128, 512, 1024), (16, 32, 64)
 LIMIT = datetime.timedelta(seconds=60)

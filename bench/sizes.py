@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from threed.config import load
+from threed.config.load import load
 from threed.schema import Config
 from threed.tensor.context import Batch
 

@@ -14,21 +14,21 @@ import torch
 import torch.distributed.pipelining as tp
 from torch import nn
 
-from threed.comm import ProcessComm
-from threed.config import load
+from threed.comm.group import ProcessComm
+from threed.config.load import load
 from threed.engine.engine import Engine
 from threed.engine.loopback import channel_pairs
-from threed.models.kernels import Product
-from threed.pipeline.orders import SCHEDULES, Task
-from threed.pipeline.plan import communicate, expand
+from threed.features.pipeline.plan import communicate, expand
+from threed.features.zero import plan as zero
 from threed.planner import make_pipeline, make_table
 from threed.program.check import check
 from threed.program.instruction import Instruction, Op, Slot
+from threed.program.slots import Slots
 from threed.program.table import Plan
+from threed.schedules.orders import SCHEDULES, Task
 from threed.schema import Config
-from threed.slots import Slots
+from threed.spec.kernels import Product
 from threed.tensor.context import Batch
-from threed.zero import plan as zero
 
 SHAPE = (16, 1, 32)  # of a message: sequence, micro-batch, hidden
 

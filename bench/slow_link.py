@@ -10,13 +10,13 @@ from typing import NamedTuple
 
 import torch
 
-from threed.comm import ProcessComm, ProcessGroup
+from threed.comm.group import ProcessComm, ProcessGroup
+from threed.comm.lanes import Handle
 from threed.engine.engine import Engine
-from threed.lanes import Handle
 from threed.planner import make_plan
 from threed.program.instruction import Instruction, Op
+from threed.program.slots import Slots
 from threed.schema import Config
-from threed.slots import Slots
 from threed.tensor.context import Batch
 from threed.tensor.products import add_product
 

@@ -23,7 +23,7 @@ from sizes import Sizes, make_config
 from turns import Case, Target, chosen, compare, parsed, parser_of, sizes
 from zero_peers import DEEPSPEED, Step, sharded_adamw
 
-from threed.comm import ProcessComm
+from threed.comm.group import ProcessComm
 from threed.schema import Config
 
 BASE = "torch"

@@ -38,12 +38,12 @@ from sizes import Sizes, batches, make_config
 from slow_link import Alone, Products, Ran, SlowGroup, Spent, Stepper, is_block
 from turns import TIMEOUT_S, answer
 
-from threed.comm import ProcessComm, ProcessGroup, file_store
+from threed.base.quantity import show_bytes
+from threed.comm.group import ProcessComm, ProcessGroup, file_store
 from threed.planner import make_mesh, make_plan
 from threed.prediction.analytic import cost as analytic_cost
 from threed.prediction.hardware import Hardware
 from threed.program.instruction import Op
-from threed.quantity import show_bytes
 from threed.schema import Config
 from threed.tensor.context import Batch
 

@@ -26,10 +26,10 @@ from pipeline import machine, processors, start_together
 from sizes import Sizes, batches
 from zero_peers import DEEPSPEED, DEEPSPEED_VERSION, Step
 
-from threed.comm import ProcessComm, file_store
+from threed.base.quantity import show_bytes, show_count
+from threed.comm.group import ProcessComm, file_store
 from threed.models.model import layers
 from threed.planner import make_mesh
-from threed.quantity import show_bytes, show_count
 from threed.schema import Config
 
 TIMEOUT_S = 300.0

@@ -24,7 +24,7 @@ from sizes import make_config
 from turns import Case, Target, chosen, compare, parsed, parser_of, sizes
 from zero_peers import Step, executors
 
-from threed.comm import ProcessComm
+from threed.comm.group import ProcessComm
 from threed.schema import Config
 
 BASE = "DDP"

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from threed.comm import Comm
+from threed.comm.group import Comm
 from threed.engine.engine import Engine
 from threed.models.layers.base import Layer
 from threed.models.model import layers

@@ -9,8 +9,8 @@ from math import prod
 from threed.models.families.registry import calling, family_of
 from threed.models.layers.base import Layer, Part
 from threed.models.layers.parts import Adapter, Held, every
-from threed.models.spec import Parameter, Share
 from threed.schema import ModelConfig
+from threed.spec.parameter import Parameter, Share
 
 
 def layers(model: ModelConfig) -> list[Layer]:

@@ -14,13 +14,13 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any, TypeVar
 
-from threed.errors import InputError
-from threed.mesh import axes_of
+from threed.base.errors import InputError
+from threed.base.mesh import axes_of
+from threed.base.quantity import parse_bytes, show_bytes
 from threed.models.layers.base import Layer, Tileable
 from threed.models.model import layers
-from threed.models.spec import Share, Tile
-from threed.quantity import parse_bytes, show_bytes
 from threed.schema import Config
+from threed.spec.parameter import Share, Tile
 
 T = TypeVar("T", bound=Tileable)
 

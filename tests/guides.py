@@ -29,9 +29,9 @@ def add_schedule() -> None:
 
 @contextmanager
 def added_pass(change: tuple[str, str] = ("", "")) -> Iterator[None]:
-    """Edit threed/activation/plan.py and threed/planner/passes.py as the guide says; undone at the end.
-    `change`: replace the first text by the second in the function."""
-    from threed.activation import plan as activation
+    """Edit threed/features/activation/plan.py and threed/planner/passes.py as the guide says; undone at the
+    end. `change`: replace the first text by the second in the function."""
+    from threed.features.activation import plan as activation
     from threed.planner import passes
 
     function, row, *_ = code("pass")

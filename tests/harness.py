@@ -15,17 +15,17 @@ import torch.distributed as dist
 from allpairspy import AllPairs
 
 from tests.reference import data_of
-from threed.comm import Comm, ProcessComm
-from threed.config import load
-from threed.contract import Cell, axes, cells, refusal
+from threed.base.mesh import axes_of
+from threed.comm.group import Comm, ProcessComm
+from threed.config.contract import Cell, axes, cells, refusal
+from threed.config.load import load
 from threed.engine.engine import Engine
 from threed.engine.loopback import channel_pairs, run_loopback
-from threed.mesh import axes_of
-from threed.pipeline.orders import SCHEDULES
 from threed.planner import make_mesh, make_plan
 from threed.program.instruction import Op, Slot
 from threed.program.summary import stages
 from threed.program.table import Plan
+from threed.schedules.orders import SCHEDULES
 from threed.schema import Config
 from threed.tensor.context import Batch
 from threed.tensor.documents import Documents

@@ -13,11 +13,11 @@ from collections.abc import Callable, Collection, Sequence
 import pytest
 import torch
 
-from threed import comm
+from threed.comm import group as comm
+from threed.comm.lanes import Handle, Job, ThreadLane
 from threed.engine.engine import Engine
-from threed.lanes import Handle, Job, ThreadLane
 from threed.program.instruction import Op, Slot, Tier
-from threed.slots import Slots
+from threed.program.slots import Slots
 
 HOLD_S = 0.02  # long beside an instruction of a tiny model; other ranks may wait for what is held here
 

@@ -6,18 +6,18 @@ import random
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
-from threed.choosing.fast import Fast
-from threed.choosing.layout import Layout, config_of
-from threed.errors import ThreedError
-from threed.pipeline.orders import SCHEDULES
+from threed.base.errors import ThreedError
+from threed.config.validate import validate
+from threed.layout_search.estimator import Fast
+from threed.layout_search.layout import Layout, config_of
 from threed.planner import make_plan
 from threed.prediction.analytic import cost
-from threed.prediction.beside import step
+from threed.prediction.contention import step
 from threed.prediction.hardware import Hardware
 from threed.program.summary import fixed_bytes, stages
 from threed.program.table import Plan
+from threed.schedules.orders import SCHEDULES
 from threed.schema import Config
-from threed.validate import validate
 
 if TYPE_CHECKING:
     from threed.prediction.transient import Transient

@@ -11,12 +11,12 @@ from torch import nn
 
 from tests.harness import Ranks, assert_contract, loopback
 from tests.reference import DTYPES, Result
-from threed.comm import Comm
-from threed.doors.layers.model import OwnLayer, drawing
-from threed.doors.layers.samples import Samples
-from threed.doors.layers.start import initialize
+from threed.api.initialize import initialize
+from threed.comm.group import Comm
 from threed.models.model import layers
-from threed.optimizers.rate import learning_rate
+from threed.models.own.model import OwnLayer, drawing
+from threed.models.own.samples import Samples
+from threed.optim.rate import learning_rate
 from threed.schema import Config
 from threed.tensor.context import Batch
 from threed.tensor.random import seed_of

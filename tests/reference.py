@@ -14,14 +14,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from threed.comm import initialized
+from threed.base.mesh import GROUPS, Mesh
+from threed.comm.group import initialized
 from threed.engine.loopback import ThreadGroup, World
-from threed.mesh import GROUPS, Mesh
 from threed.models.layers.base import Out
 from threed.models.model import layers, parameters
-from threed.models.spec import NOT_COUNTED
-from threed.optimizers.rate import learning_rate
+from threed.optim.rate import learning_rate
 from threed.schema import Config
+from threed.spec.parameter import NOT_COUNTED
 from threed.tensor.context import Batch, Context
 from threed.tensor.layers import WeightGrads
 from threed.tensor.random import initial_values

@@ -101,7 +101,7 @@ def _body(log: Path, argv: tuple[str, ...], env: dict[str, str]) -> None:
 def _main(argv: tuple[str, ...], env: dict[str, str]) -> int:
     os.environ.update(env)
     sys.argv = ["threed", *argv]
-    from threed.cli import main
+    from threed.cli.main import main
 
     try:
         main()

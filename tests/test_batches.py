@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from threed.config import load
+from threed.config.load import load
 from threed.data.mix import open_splits
 from threed.data.tokens import prepare
-from threed.models.spec import NOT_COUNTED
+from threed.spec.parameter import NOT_COUNTED
 from threed.tensor.context import Batch
 from threed.tensor.documents import Documents
-from threed.trainer import batches_of
+from threed.training.trainer import batches_of
 
 EXAMPLES = [{"prompt": f"what is {i}? " + "please " * (i % 5), "answer": f"{i} is {i}" * (i % 3 + 1)}
             for i in range(60)]

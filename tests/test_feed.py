@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.harness import batches, loopback, tiny
 from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
-from threed.pipeline.feed import Feed
+from threed.features.pipeline.feed import Feed
 from threed.planner import make_mesh, make_plan
 from threed.program.instruction import Instruction, Op
 from threed.tensor.context import Batch

@@ -15,10 +15,11 @@ import pytest
 import torch
 
 from tests.harness import tiny
-from threed import forks, launcher
+from threed.base.errors import InputError, RunError
+from threed.comm import forks
 from threed.engine import gpu
 from threed.engine.device import pick_device
-from threed.errors import InputError, RunError
+from threed.launcher import local as launcher
 from threed.tensor import layers
 from threed.tensor.shapes import Shapes
 

@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from threed import lanes
-from threed.lanes import DONE, CopyLane, Handle, Lane, StreamLane, ThreadLane, in_order
+from threed.comm import lanes
+from threed.comm.lanes import DONE, CopyLane, Handle, Lane, StreamLane, ThreadLane, in_order
 
 CPU = torch.device("cpu")
 

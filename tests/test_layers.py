@@ -1,13 +1,4 @@
-"""Imports point down (DESIGN, "Layers"): what a module may know, and the budgets that keep files readable.
-
-    6  trainer; callbacks; assemble; then launcher; then start, api, cli     words in, run out
-    5  engine | prediction | checkpoint | monitor  read a plan: do it, time it, save it, measure it
-    4  */run, zero/state, zero/optimizer; then prediction/, planner (no torch)
-    3  */plan, */shard, pipeline/split          passes: program -> program              (no torch)
-    2  program/                                 the heart                               (no torch); then slots
-    1  comm; then tensor/, data/
-    0  errors; quantity; pipeline/orders; schema; config, mesh, models/      (no torch)
-"""
+"""Imports point down: what a folder may know, and the budgets that keep files readable."""
 
 from __future__ import annotations
 
@@ -20,100 +11,29 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-# The levels, lowest first. Inside a level a row may import the rows above it here. A name with a dot at
-# its end is a folder; the longest name that fits a module counts.
-LEVELS = (
-    (  # 0
-        "console errors models",
-        "base. address doors.table later marks native pipeline.orders quantity sampling template texttable words",
-        "paths restart shipped",
-        "doors.deepspeed doors.megatron_switches doors.megatron_values doors.peft doors.shell. "
-        "doors.torchtitan",
-        "doors.deepspeed_file doors.launchers doors.megatron_rest",
-        "doors.megatron",
-        "doors.script synonyms",
-        "early progress",
-        "requests",
-        "callback mesh",
-        "environment schema",
-        "contract models.kernels optimizers. rendezvous",
-        "models.spec",
-        "models.layers.",
-        "models.families.",
-        "models.model",
-        "models.sound models.tiling optimizers.registry",
-        "suits unused values",
-        "validate",
-        "config",
-        "doors.converted",
-        "doors.beside",
-        "doors.convert doors.init",
-    ),
-    (  # 1
-        "forks lanes store",
-        "comm",
-        "pool",
-        "data. tensor.",
-        "doors.layers.",
-    ),
-    (  # 2
-        "program.",
-        "slots",
-    ),
-    (  # 3
-        "activation. offload. pipeline. zero.",
-    ),
-    (  # 4
-        "pipeline.feed",
-        "activation.run offload.run offload.tiers pipeline.run zero.optimizer zero.snapshot",
-        "zero.storage",
-        "zero.state",
-        "zero.states",
-        "zero.run",
-        "prediction.",
-        "planner.",
-        "planner",
-        "planned prediction.analytic prediction.beside",
-        "prediction.memory prediction.peak prediction.transient prediction.verb",
-        "prediction.advise",
-        "choosing. prediction.fit",
-    ),
-    (  # 5
-        "monitor.attribute monitor.state",
-        "monitor.goodput monitor.loggers.logger",
-        "monitor.loggers. monitor.loggers.beside",
-        "engine. monitor.",
-        "checkpoint.",
-        "folders",
-        "monitor.run monitor.runs",
-        "page.",
-        "checkpoints generation",
-        "nonfinite",
-        "children deadline doors. stopped",
-        "trainer",
-        "callbacks calibration.",
-    ),
-    (  # 6
-        "assemble",
-        "elastic",
-        "attend rank",
-        "launcher",
-        "agents",
-        "torchrun",
-        "calibration.verb",
-        "forward start",
-        "api",
-        "inference",
-        "options",
-        "cli_foreign cli_learned verbs",
-        "cli_data",
-        "cli",
-        "__main__",
-        "extend",
-    ),
+# Folders, lowest first: a module imports from its own folder and from the lines above its own, and a module
+# of a feature from no other feature. Each folder's __init__ says what it is.
+FLOORS = (
+    "base",
+    "spec schedules comm",
+    "schema",
+    "tensor optim",
+    "models",
+    "data config",
+    "program",
+    "features",
+    "planner",
+    "engine prediction",
+    "checkpoint",
+    "monitor",
+    "html_report layout_search",
+    "training interop",
+    "launcher",
+    "api calibration",
+    "cli",
+    "__main__ torchrun extend",
 )
-LAYERS = {name: (level, row) for level, rows in enumerate(LEVELS) for row, names in enumerate(rows)
-          for name in names.split()}
+FLOOR = {folder: number for number, folders in enumerate(FLOORS) for folder in folders.split()}
 MAX_FILE, MAX_FUNCTION, MAX_ARGUMENTS = 420, 70, 7  # lines, lines, arguments besides self
 
 
@@ -134,11 +54,16 @@ MODULES = paths()
 TREES = {name: ast.parse(path.read_text()) for name, path in MODULES.items()}
 
 
-def layer(module: str) -> tuple[int, int]:
-    """The level, and the row in it."""
-    fits = [key for key in LAYERS if module == key or (key.endswith(".") and f"{module}.".startswith(key))]
-    assert fits, f"{module} has no layer yet: give it one here"
-    return LAYERS[module if module in fits else max(fits, key=len)]
+def folder(module: str) -> str:
+    """The folder that counts: the first, and below features the second too."""
+    parts = module.split(".")
+    return ".".join(parts[:2 if parts[0] == "features" else 1])
+
+
+def floor(module: str) -> int:
+    top = module.split(".")[0]
+    assert top in FLOOR, f"{module} is in no folder that has a floor: give {top} one here"
+    return FLOOR[top]
 
 
 def imports(module: str) -> set[str]:
@@ -167,13 +92,35 @@ def ours(module: str) -> set[str]:
 
 @pytest.mark.parametrize("module", MODULES)
 def test_imports_point_down(module):
-    """A module that knows what is above it, or another feature beside it, cannot be read or changed alone."""
-    here, folder = layer(module), module.rpartition(".")[0]
-    near = {other for other in MODULES if folder not in ("", "models") and other.rpartition(".")[0] == folder}
-    wrong = {other for other in ours(module) - near if layer(other) >= here}
-    wrong |= {other for other in ours(module) & near if layer(other)[0] > here[0]}
-    listed = ", ".join(f"{other} (layer {layer(other)})" for other in sorted(wrong))
-    assert not wrong, f"{module} (level, row {here}) imports {listed}"
+    """A module that knows what is above it, or another feature, cannot be read or changed alone."""
+    wrong = {other for other in ours(module)
+             if folder(other) != folder(module) and floor(other) >= floor(module)}
+    assert not wrong, f"{module} (floor {floor(module)}) imports {', '.join(sorted(wrong))}"
+
+
+def test_no_circles():
+    """Modules that import each other are one module in two files."""
+    state: dict[str, bool] = {}  # module -> whether it is done; else it is on the way
+
+    def visit(module: str, way: tuple[str, ...]) -> None:
+        assert state.get(module, True), " -> ".join([*way[way.index(module):], module])
+        if module not in state:
+            state[module] = False
+            for other in sorted(ours(module)):
+                visit(other, (*way, module))
+            state[module] = True
+
+    for module in MODULES:
+        visit(module, ())
+
+
+def test_folders_say_what_they_are():
+    for path in sorted([*(ROOT / "threed").rglob("__init__.py"), *(ROOT / "models").rglob("__init__.py")]):
+        text = ast.get_docstring(ast.parse(path.read_text())) or ""
+        assert len(text) > 60, f"{path.relative_to(ROOT)} does not say what its folder is"
+    loose = {path.stem for path in (ROOT / "threed").glob("*.py")}
+    assert loose == {"__init__", "__main__", "schema", "extend", "torchrun"}
+    assert set(FLOOR) <= {name.split(".")[0] for name in MODULES}, "a folder that was renamed"
 
 
 def test_models_are_found_under_one_name():
@@ -193,7 +140,7 @@ def users(package: str) -> set[str]:
 
 # Files that say what a plan needs to know, and hold methods that compute, which have torch imported when they
 # are called.
-COMPUTE_LATER = {"optimizers.adamw", "later",
+COMPUTE_LATER = {"optim.adamw", "base.later",
                  *(module for module in MODULES if module.startswith("models.layers."))}
 
 
@@ -204,8 +151,8 @@ def _attributes(module: str) -> set[str]:
 
 def test_one_door_to_other_ranks():
     """A collective outside comm is counted by nobody, has no name, and shows in no trace."""
-    agents = {"torchrun", "agents", "elastic"}  # they start ranks, and connect none
-    assert users("torch.distributed") <= {"comm", "store", "engine.loopback"} | agents
+    agents = {"torchrun", "launcher.agents", "launcher.elastic"}  # they start ranks, and connect none
+    assert users("torch.distributed") <= {"comm.group", "comm.store", "engine.loopback"} | agents
 
 
 def test_one_door_to_megatron():
@@ -213,9 +160,22 @@ def test_one_door_to_megatron():
     assert all(module.startswith(("tensor.", "data.")) for module in users("megatron"))
 
 
+# What a plan is made of. The second names are for ranks.
+TORCH_FREE = ["base", "spec", "schedules", "schema", "models", "config", "program", "planner", "optim",
+              "interop.convert", "interop.shell", "comm.environment", "comm.rendezvous", "data.sampling",
+              "training.hooks"]
+RUN_LATER = ["models.measure", "models.own", "optim.step", "program.slots", "program.costs",
+             "program.simulate"]
+
+
 def torch_free() -> list[str]:
-    return [module for module in MODULES
-            if (layer(module)[0] in (0, 2, 3) and module != "slots") or module.startswith("planner")]
+    def within(module: str, names: list[str]) -> bool:
+        return any(f"{module}.".startswith(f"{name}.") for name in names)
+
+    passes = [module for module in MODULES if module.startswith("features.")
+              and module.rpartition(".")[2] in ("plan", "parts", "shard")]
+    return passes + [module for module in MODULES if within(module, TORCH_FREE)
+                     and not within(module, RUN_LATER)]
 
 
 def test_planning_imports_no_torch():
@@ -227,7 +187,7 @@ def test_planning_imports_no_torch():
             "    importlib.import_module(f'threed.{name}')\n"
             "    heavy = {'torch', 'megatron', 'numpy', 'wandb'} & set(sys.modules)\n"
             "    assert not heavy, f'{name} brings {heavy}'\n"
-            "from threed.config import load\n"
+            "from threed.config.load import load\n"
             "from threed.planner import make_plan\n"
             "from threed.program.check import check\n"
             "make_plan(load(None, ['parallel.dp=2', 'parallel.pp=2']))\n"
@@ -259,7 +219,7 @@ def test_budgets(module):
             names = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
             count = len([name for name in names if name not in ("self", "cls", "ctx")])
             # A verb of the command line has an argument for each of its options.
-            allowed = count <= MAX_ARGUMENTS or module in ("cli", "cli_learned")
+            allowed = count <= MAX_ARGUMENTS or module in ("cli.main", "cli.inference")
             assert allowed, f"{module}.{node.name} takes {count} arguments"
 
 
@@ -267,10 +227,3 @@ def test_budgets(module):
 def test_a_note_opens_every_file(module):
     """A file that does not say what it is."""
     assert ast.get_docstring(TREES[module]) or not TREES[module].body
-
-
-def test_layers_knows_no_ghosts():
-    """A module that was renamed keeps its place in this test, and the new one has none."""
-    planned = {"activation.", "offload.", "activation.run", "offload.run", "offload.tiers"}
-    for key in set(LAYERS) - planned:
-        assert key in MODULES or (key.endswith(".") and any(name.startswith(key) for name in MODULES)), key

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from threed.children import die_with_parent
+from threed.launcher.processes import die_with_parent
 
 TIMEOUT_S = 120.0
 

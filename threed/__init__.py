@@ -29,34 +29,37 @@ from typing import TYPE_CHECKING, Any
 # torch.cuda.is_available() starts it, unless this is set, which it reads each time: then it asks NVML.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
+from threed.base.version import __version__ as __version__
+
 if TYPE_CHECKING:
-    from threed.api import check, plan, show, train
-    from threed.callback import Callback
-    from threed.choosing.verb import search
-    from threed.config import load
-    from threed.doors.layers.model import Layers
-    from threed.doors.layers.spec import Spec
-    from threed.doors.layers.start import initialize
-    from threed.errors import ThreedError
-    from threed.inference import evaluate, generate
+    from threed.api.inference import evaluate, generate
+    from threed.api.initialize import initialize
+    from threed.api.plans import check, plan, show, train
+    from threed.base.errors import ThreedError
+    from threed.config.load import load
+    from threed.data.sampling import Sampling
+    from threed.html_report.verb import report
+    from threed.layout_search.verb import search
+    from threed.models.own.model import Layers
+    from threed.models.own.spec import Spec
     from threed.monitor.run import Run
-    from threed.page.verb import report
     from threed.prediction.verb import predict
     from threed.program.table import Plan
-    from threed.sampling import Sampling
     from threed.schema import Config
-    from threed.trainer import Trainer
+    from threed.training.hooks import Callback
+    from threed.training.trainer import Trainer
 
-__version__ = "0.2.0.dev0"
 __all__ = ["Callback", "Config", "Layers", "Plan", "Run", "Sampling", "Spec", "ThreedError", "Trainer",
            "check", "evaluate", "generate", "initialize", "load", "plan", "predict", "report", "search",
            "show", "train"]
 
-_HOMES = {"Callback": "callback", "Config": "schema", "Layers": "doors.layers.model", "Plan": "program.table",
-          "Run": "monitor.run", "Sampling": "sampling", "Spec": "doors.layers.spec", "ThreedError": "errors",
-          "Trainer": "trainer", "check": "api", "evaluate": "inference", "generate": "inference",
-          "initialize": "doors.layers.start", "load": "config", "plan": "api", "predict": "prediction.verb",
-          "report": "page.verb", "search": "choosing.verb", "show": "api", "train": "api"}
+_HOMES = {"Callback": "training.hooks", "Config": "schema", "Layers": "models.own.model",
+          "Plan": "program.table", "Run": "monitor.run", "Sampling": "data.sampling",
+          "Spec": "models.own.spec", "ThreedError": "base.errors", "Trainer": "training.trainer",
+          "check": "api.plans", "evaluate": "api.inference", "generate": "api.inference",
+          "initialize": "api.initialize", "load": "config.load", "plan": "api.plans",
+          "predict": "prediction.verb", "report": "html_report.verb", "search": "layout_search.verb",
+          "show": "api.plans", "train": "api.plans"}
 
 
 def __getattr__(name: str) -> Any:

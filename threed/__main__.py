@@ -1,11 +1,11 @@
 """`threed` and `python -m threed`: signals are answered before the command line is imported."""
 
-from threed.early import begin
+from threed.base.signals import begin
 
 
 def main() -> None:
     begin()
-    from threed import cli
+    from threed.cli import main as cli
 
     cli.main()
 

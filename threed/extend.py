@@ -18,8 +18,8 @@ Callbacks, and torch modules of your own, need `threed` alone (`threed.Callback`
 
 from __future__ import annotations
 
-from threed.later import F, torch
-from threed.mesh import AXES, GROUPS, GroupRow
+from threed.base.later import F, torch
+from threed.base.mesh import AXES, GROUPS, GroupRow
 from threed.models.families import gpt, llama
 from threed.models.families.base import Family
 from threed.models.families.registry import family_of
@@ -30,16 +30,16 @@ from threed.models.layers.embedding import Embedding
 from threed.models.layers.head import Head
 from threed.models.layers.mlp import Mlp
 from threed.models.layers.parts import Column, Dropout, Held, Norm, Row, cut_over
-from threed.models.spec import SEQUENCE, WHOLE, Cost, Cut, Parameter, Rows, Saved, Share, Tile
 from threed.models.tiling import layers_of, share_of
-from threed.optimizers.base import Buffer, Optimizer, Update, View
-from threed.optimizers.registry import OPTIMIZERS
-from threed.pipeline.orders import SCHEDULES, Order, Schedule, Task
+from threed.optim.base import Buffer, Optimizer, Update, View
+from threed.optim.registry import OPTIMIZERS
 from threed.planner import make_mesh
 from threed.planner.passes import Pass
 from threed.program.instruction import Instruction, Op, Programs
 from threed.program.table import Table
+from threed.schedules.orders import SCHEDULES, Order, Schedule, Task
 from threed.schema import Config, ModelConfig, ParallelConfig
+from threed.spec.parameter import SEQUENCE, WHOLE, Cost, Cut, Parameter, Rows, Saved, Share, Tile
 
 __all__ = [
     "AXES", "GROUPS", "OPTIMIZERS", "SCHEDULES", "SEQUENCE", "WHOLE", "Attention", "Block",
@@ -57,8 +57,8 @@ def measured_cost(layer: Layer, config: Config) -> Cost:
 
     >>> [measured_cost(layer, config).flops for layer in layers_of(config)]
     """
-    from threed.comm import initialized
-    from threed.tensor.measure import Measured
+    from threed.comm.group import initialized
+    from threed.models.measure import Measured
 
     with initialized():
         return Measured(layer, config.model, share_of(config)).cost(first=layer.tokens)

@@ -1,4 +1,4 @@
-"""The schema: every key of a config, its type and its default. `threed.config` reads and checks it."""
+"""The schema: every key of a config, its type and its default. `threed.config.load` reads and checks it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from threed.mesh import AXES
-from threed.pipeline.orders import SCHEDULES
-from threed.quantity import round_up
+from threed.base.mesh import AXES
+from threed.base.quantity import round_up
+from threed.schedules.orders import SCHEDULES
 
 
 @dataclass

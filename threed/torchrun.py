@@ -12,10 +12,11 @@ import os
 import time
 from typing import TYPE_CHECKING
 
-from threed import console, early, marks
-from threed.attend import Attendant
-from threed.environment import torchrun_variables
-from threed.errors import InputError, ThreedError
+from threed.base import console, marks
+from threed.base import signals as early
+from threed.base.errors import InputError, ThreedError
+from threed.comm.environment import torchrun_variables
+from threed.launcher.attend import Attendant
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -31,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
     marks.begin("start", marks.age_s())
     try:
         args = parse(argv)
-        from threed import agents
+        from threed.launcher import agents
 
         return agents.run(args, attendant)
     except ThreedError as error:

@@ -24,10 +24,11 @@ import yaml
 from typer.testing import CliRunner
 
 import threed
-from threed import cli, extend, schema
-from threed.doors.table import NO_KEY, NOTHING, Framework, Row
+from threed import extend, schema
+from threed.cli import main as cli
+from threed.config.keys.table import NO_KEY, NOTHING, Framework, Row
+from threed.config.synonyms import FRAMEWORKS
 from threed.prediction.hardware import Hardware
-from threed.synonyms import FRAMEWORKS
 
 HERE = Path(__file__).parent
 WIDTH = {"TERMINAL_WIDTH": "80"}
@@ -41,7 +42,7 @@ A config is a YAML file of these sections. Every key has a default, so a file ho
 `null` means that threed chooses, as the meaning says."""
 CLI_HEAD = """# Command-line reference
 
-Written by `docs/reference/generate.py` from `threed/cli.py`: do not edit.
+Written by `docs/reference/generate.py` from `threed/cli/main.py`: do not edit.
 
 | exit status | means |
 |---|---|

@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 from types import ModuleType
 
-from threed.errors import InputError, ThreedError, line_of
+from threed.base.errors import InputError, ThreedError, line_of
 from threed.models.families.base import Family
 from threed.models.families.gpt import GPT
 from threed.models.families.llama import LLAMA

@@ -16,13 +16,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from threed.later import torch
-from threed.models.kernels import Attention as Core
-from threed.models.kernels import Kernel, Moved, Product
+from threed.base.later import torch
 from threed.models.layers.base import Part
 from threed.models.layers.parts import MASK, Column, Held, Row, moved_by_norm
-from threed.models.spec import WHOLE, Cost, Parameter, Rows, Saved, Share, Tile
 from threed.schema import ModelConfig
+from threed.spec.kernels import Attention as Core
+from threed.spec.kernels import Kernel, Moved, Product
+from threed.spec.parameter import WHOLE, Cost, Parameter, Rows, Saved, Share, Tile
 
 if TYPE_CHECKING:
     from threed.tensor.context import Batch

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
-from threed.models.spec import WHOLE, Cost, Outflow, Parameter, Share, Tile
+from threed.spec.parameter import WHOLE, Cost, Outflow, Parameter, Share, Tile
 
 if TYPE_CHECKING:
     import torch

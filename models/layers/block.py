@@ -14,10 +14,10 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from threed.models.kernels import Moved
 from threed.models.layers.base import Layer, Out
 from threed.models.layers.parts import Column, Dropout, Norm, Row, added, keeps
-from threed.models.spec import SEQUENCE, Cost, Saved, Share, Tile
+from threed.spec.kernels import Moved
+from threed.spec.parameter import SEQUENCE, Cost, Saved, Share, Tile
 
 if TYPE_CHECKING:
     import torch

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from threed.later import F
-from threed.models.kernels import Moved
+from threed.base.later import F
 from threed.models.layers.base import Layer
 from threed.models.layers.parts import WORD, Dropout, Held, Table, added, vocabulary
-from threed.models.spec import SEQUENCE, WHOLE, Cost, Parameter, Saved, Share, Tile
 from threed.schema import ModelConfig
+from threed.spec.kernels import Moved
+from threed.spec.parameter import SEQUENCE, WHOLE, Cost, Parameter, Saved, Share, Tile
 
 if TYPE_CHECKING:
     import torch

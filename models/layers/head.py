@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from threed.later import torch
-from threed.models.kernels import Moved
+from threed.base.later import torch
 from threed.models.layers.base import Layer, Logits, Out
 from threed.models.layers.parts import WORD, Column, Norm, vocabulary
-from threed.models.spec import SEQUENCE, WHOLE, Cost, Outflow, Saved, Share, Tile
 from threed.schema import ModelConfig
+from threed.spec.kernels import Moved
+from threed.spec.parameter import SEQUENCE, WHOLE, Cost, Outflow, Saved, Share, Tile
 
 if TYPE_CHECKING:
     from threed.tensor.context import Batch

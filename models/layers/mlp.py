@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from threed.later import F
-from threed.models.kernels import Moved
+from threed.base.later import F
 from threed.models.layers.base import Part
 from threed.models.layers.parts import Column, Row
-from threed.models.spec import WHOLE, Cost, Rows, Saved, Share, Tile
 from threed.schema import ModelConfig
+from threed.spec.kernels import Moved
+from threed.spec.parameter import WHOLE, Cost, Rows, Saved, Share, Tile
 
 if TYPE_CHECKING:
     import torch

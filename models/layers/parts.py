@@ -14,11 +14,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Self
 
-from threed.later import F, torch
-from threed.models.kernels import FROZEN, Kernel, Moved, Product
+from threed.base.later import F, torch
 from threed.models.layers.base import Part
-from threed.models.spec import SEQUENCE, TILES, WHOLE, Cost, Cut, Parameter, Rows, Saved, Share, Tile
 from threed.schema import ModelConfig
+from threed.spec.kernels import FROZEN, Kernel, Moved, Product
+from threed.spec.parameter import SEQUENCE, TILES, WHOLE, Cost, Cut, Parameter, Rows, Saved, Share, Tile
 
 if TYPE_CHECKING:
     from threed.tensor.context import Batch, Context

@@ -20,14 +20,19 @@ from typing import Any
 
 import psutil
 
-import threed.launcher as launcher
+import threed.launcher.local as launcher
 from tests import running
 from tests.chaos import interposer
 from tests.chaos.interposer import Site
 from tests.chaos.tensors import newest
-from threed import agents, children, cli, rank, torchrun  # noqa: F401  (agents is imported before runs fork)
-from threed.early import begin
+from threed import torchrun
+from threed.base.signals import begin
+from threed.cli import main as cli
 from threed.engine.engine import Engine
+from threed.launcher import processes as children
+from threed.launcher import (
+    rank,
+)
 from threed.monitor.log import Log
 from threed.schema import RunConfig
 

@@ -25,7 +25,7 @@ from pathlib import Path
 import psutil
 
 from tests.running import Forked, torchrun_main
-from threed.children import die_with_parent
+from threed.launcher.processes import die_with_parent
 
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWNET = 0x00020000, 0x04000000, 0x40000000
 PREFIX = "threed"

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-import threed.agents  # noqa: F401  (imported before the runs fork)
+import threed.launcher.agents  # noqa: F401  (imported before the runs fork)
 from tests.cluster.cluster import FOR_EVER
 from tests.cluster.conftest import Clock
 from tests.cluster.hosts import missing

@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-import threed.agents  # noqa: F401  (imported before the runs fork)
+import threed.launcher.agents  # noqa: F401  (imported before the runs fork)
 from tests.cluster.conftest import Clock
 from tests.cluster.hosts import Host, missing
 from tests.running import losses

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-import threed.agents  # noqa: F401  (imported before the runs fork)
+import threed.launcher.agents  # noqa: F401  (imported before the runs fork)
 from tests.cluster.cluster import FOR_EVER, TINY, Cluster
 from tests.cluster.conftest import Clock
 from tests.cluster.hosts import Hosts, missing
@@ -121,7 +121,7 @@ def test_torchrun_itself(names, fault, two, alone, measured):
     if names == "debian":
         debian(two.hosts)
     steps = "train.steps=12" if fault == "none" else "train.steps=100000"
-    torchrun(two, "host1" if names == "debian" else "10.77.0.1", "--nproc-per-node=1", "-m", "threed.cli",
+    torchrun(two, "host1" if names == "debian" else "10.77.0.1", "--nproc-per-node=1", "-m", "threed",
              "train", *two.settings(steps))
     if fault == "none":
         assert [run.wait(120) for run in two.runs] == [0, 0], two.output

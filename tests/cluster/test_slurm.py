@@ -17,11 +17,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-import threed.launcher  # noqa: F401 (imported once, before forks)
+import threed.launcher.local  # noqa: F401 (imported once, before forks)
 from tests.cluster.conftest import TINY, Clock
 from tests.cluster.hosts import Host, Hosts, missing
 from tests.running import Run, losses
-from threed.children import die_with_parent
+from threed.launcher.processes import die_with_parent
 
 TOOLS = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol")
 REASON = missing() or next((f"{tool} is missing: make cluster" for tool in TOOLS

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from tests.data.files import word_level
+from threed.base.errors import InputError
 from threed.data.samples import Tokens
 from threed.data.tokens import prepare
-from threed.errors import InputError
 from threed.schema import DataConfig, ModelConfig
 
 MODEL = ModelConfig(vocab=300)

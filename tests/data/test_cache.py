@@ -9,11 +9,11 @@ import time
 import pytest
 from typer.testing import CliRunner
 
-from threed import cli
+from threed.base.errors import InputError
+from threed.cli import main as cli
 from threed.data import cache
 from threed.data.samples import Tokens
 from threed.data.tokens import prepare
-from threed.errors import InputError
 from threed.schema import DataConfig, ModelConfig
 
 DAY_S = 86400.0

@@ -8,10 +8,10 @@ import warnings
 
 import pytest
 
+from threed.base.errors import InputError
 from threed.data import corpus
 from threed.data import files as listed
 from threed.data.corpus import documents, fingerprint, text_reader
-from threed.errors import InputError
 
 
 def read(source, text_key="text"):

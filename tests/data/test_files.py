@@ -10,9 +10,9 @@ import struct
 
 import pytest
 
+from threed.base.errors import InputError
 from threed.data import files as subject
 from threed.data.corpus import documents, not_read
-from threed.errors import InputError
 
 ROWS = [{"text": f"document {number}"} for number in range(9)]
 TEXTS = [row["text"] for row in ROWS]

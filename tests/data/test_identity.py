@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from tests.data.files import word_level, write
+from threed.base.errors import InputError
 from threed.checkpoint.provenance import changes, check, notes
-from threed.config import load
+from threed.config.load import load
 from threed.data import identity as subject
 from threed.data.identity import identity
 from threed.data.tokens import prepare
-from threed.errors import InputError
 from threed.schema import Config
 
 STEP = Path("runs/x/checkpoints/step-00000004")

@@ -9,8 +9,8 @@ import json
 import pytest
 
 from tests.data.files import word_level
+from threed.base.errors import InputError
 from threed.data.tokenizer import load
-from threed.errors import InputError
 
 CONVERT = (r"transformers, .* installed, writes one: .*from_pretrained\('.*'\).save_pretrained\('OUT'\).*"
            r"data.tokenizer=OUT")

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 
 from tests.data.files import word_level, write
+from threed.base.errors import InputError
 from threed.data.chat import Template
 from threed.data.corpus import Segment
 from threed.data.prompts import encode
 from threed.data.samples import Tokens, splits
 from threed.data.tokenizer import load
 from threed.data.tokens import prepare
-from threed.errors import InputError
-from threed.models.spec import NOT_COUNTED
 from threed.schema import DataConfig, ModelConfig
+from threed.spec.parameter import NOT_COUNTED
 
 MODEL = ModelConfig(vocab=300)
 CHATML = ("{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from tests.data.files import word_level, write
-from threed.config import load
+from threed.base.errors import ConfigError, InputError
+from threed.config.load import load
 from threed.data import tokens
 from threed.data.mix import MOST, Mixture, open_splits, report, sources
 from threed.data.samples import Split, Tokens
 from threed.data.tokenizer import load as load_tokenizer
 from threed.data.tokens import prepare
-from threed.errors import ConfigError, InputError
 from threed.schema import DataConfig, ModelConfig
 
 MODEL = ModelConfig(vocab=300)

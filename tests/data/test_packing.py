@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from tests.data.files import write
 from threed.data.packing import BestFit, Stream, best_fit, cut, efficiency
 from threed.data.samples import splits
-from threed.models.spec import NOT_COUNTED
 from threed.schema import DataConfig
+from threed.spec.parameter import NOT_COUNTED
 
 
 def plainly(sizes: list[int], room: int) -> int:

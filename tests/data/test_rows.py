@@ -8,10 +8,10 @@ import json
 
 import pytest
 
+from threed.base.errors import InputError
 from threed.data import packed
 from threed.data import rows as subject
 from threed.data.corpus import documents
-from threed.errors import InputError
 
 TEXTS = [f"document {number}\nof two lines" for number in range(50)]
 LINES = "\n".join(json.dumps({"id": number, "text": text}) for number, text in enumerate(TEXTS)).encode()

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from tests.data.files import write
+from threed.base.errors import InputError
 from threed.base.hashing import permute, splitmix64
 from threed.data.samples import Split, Tokens, splits
-from threed.errors import InputError
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
 

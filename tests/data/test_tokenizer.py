@@ -12,9 +12,9 @@ import tokenizers
 from tokenizers import models
 
 from tests.data.files import word_level
+from threed.base.errors import InputError
 from threed.data import tokenizer as subject
 from threed.data.tokenizer import EOD, PIECE_CHARS, load, pieces, train
-from threed.errors import InputError
 
 TEXTS = [f"def function_{i}(argument):\n    return argument * {i}  # ünïcode 日本 🙂\n" * 5
          for i in range(40)]

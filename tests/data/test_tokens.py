@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 
 from tests.data.files import word_level, write
+from threed.base.errors import InputError
 from threed.data import encode, in_place
 from threed.data import tokens as subject
 from threed.data.samples import Tokens
 from threed.data.tokenizer import PIECE_CHARS, load
 from threed.data.tokens import prepare
-from threed.errors import InputError
 from threed.schema import DataConfig, ModelConfig
 
 TEXTS = [f"document {i}: " + "some words and more words\n" * (i % 7 + 1) for i in range(30)]

@@ -16,14 +16,14 @@ from typing import Any
 import torch
 
 import threed
-import threed.agents
-import threed.cli
-import threed.launcher
+import threed.cli.main
+import threed.launcher.agents
+import threed.launcher.local
 import threed.torchrun
-import threed.trainer  # (imported once, before the forks)
+import threed.training.trainer  # (imported once, before the forks)
 from tests.fakecuda.server import LIMIT_S
-from threed.callback import Callback
 from threed.engine import engine
+from threed.training.hooks import Callback
 
 
 def apart(log: Path, env: dict[str, str], body: Callable[[], object]) -> int:
@@ -62,7 +62,7 @@ def _status(body: Callable[[], object]) -> int:
 
 def _main(argv: Sequence[str]) -> None:
     sys.argv = ["threed", *argv]
-    threed.cli.main()
+    threed.cli.main.main()
 
 
 def command(log: Path, argv: Sequence[str], env: dict[str, str]) -> int:

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from tests.harness import Ranks, loopback
-from threed import lanes
+from threed.comm import lanes
+from threed.comm.lanes import DONE, Handle, OnStream
 from threed.engine import underway
-from threed.lanes import DONE, Handle, OnStream
-from threed.offload import run as offload
+from threed.features.offload import run as offload
+from threed.features.zero import run as zero
+from threed.features.zero import state
 from threed.schema import Config
-from threed.zero import run as zero
-from threed.zero import state
 
 
 def computation_does_not_wait_for_lanes() -> None:

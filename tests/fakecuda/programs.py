@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tests.fakecuda import shim
-from threed.lanes import OnStream, copy
+from threed.comm.lanes import OnStream, copy
 
 
 def gradients() -> list[float]:

@@ -13,15 +13,15 @@ from tests.harness import FILES, assert_contract, batches, cell_config, covering
 from tests.loopback.test_checkpoint import at, manifest, on_ranks, saved_after, step
 from tests.loopback.test_documents import of_2_13
 from tests.loopback.test_verify import twice, verified
+from threed.base.errors import RunError
 from threed.checkpoint import load
 from threed.checkpoint.load import resume
-from threed.comm import Comm
+from threed.comm.group import Comm
 from threed.engine.device import attention, set_up, shortcomings
 from threed.engine.engine import Engine
-from threed.errors import RunError
+from threed.features.zero.state import Reduced
 from threed.program.instruction import Op
 from threed.schema import Config
-from threed.zero.state import Reduced
 
 SMALL = ["model.layers=2", "model.hidden=16", "model.heads=4", "model.seq_len=8", "model.vocab=30",
          "model.vocab_multiple=16"]

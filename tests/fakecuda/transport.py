@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from tests.fakecuda import shim
+from threed.comm.lanes import Handle
 from threed.engine import loopback
 from threed.engine.graphs import CudaPiece
-from threed.lanes import Handle
 
 
 class OwnStream:

@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from tests.gloo.test_train import free_port
 from tests.running import Forked
+from threed.comm.environment import Place
 from threed.engine import alive, watch
-from threed.environment import Place
 
 
 @pytest.fixture(autouse=True)

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 import threed
-import threed.launcher  # imported before the runs fork
+import threed.launcher.local  # imported before the runs fork
 from tests.guides import ROOT, code
 from tests.running import Forked, losses, metrics
-from threed.callbacks import (
+from threed.training.callbacks import (
     ORDER,
     Evaluation,
     Guarded,
@@ -188,7 +188,7 @@ def test_threads_before_the_run(before, status, tmp_path, cache):
     torch that has not computed, or a run before this one, starts none."""
     script = tmp_path / "script.py"
     overrides = [*TOY, *cache, f"run.dir={tmp_path / 'run'}", "train.steps=1"]
-    script.write_text("import sys, torch, threed, threed.api\nthreed.api.PROBE_S = 2\n"
+    script.write_text("import sys, torch, threed, threed.api.plans\nthreed.api.PROBE_S = 2\n"
                       f"{before}\nassert torch.get_num_threads() == 2\n"
                       "try:\n    for _ in range(2):\n"
                       f"        threed.train('configs/toy.yaml', {overrides} + ['train.resume=never'])\n"

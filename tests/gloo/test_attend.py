@@ -12,8 +12,8 @@ import pytest
 from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 
 from tests.running import Forked
-from threed import attend, elastic
-from threed.children import be_child
+from threed.launcher import attend, elastic
+from threed.launcher.processes import be_child
 
 
 def agent(tmp_path, monkeypatch, rank, limit_s: float, restarts: bool = True,

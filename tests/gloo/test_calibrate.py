@@ -12,9 +12,9 @@ import pytest
 from typer.testing import CliRunner
 
 import threed
+from threed.base.errors import InputError, RunError
 from threed.calibration import verb
-from threed.cli import app
-from threed.errors import InputError, RunError
+from threed.cli.main import app
 from threed.prediction.hardware import load
 
 

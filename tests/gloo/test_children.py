@@ -11,8 +11,9 @@ import time
 
 import pytest
 
-from threed import children, early
-from threed.requests import Requests
+from threed.base import signals as early
+from threed.base.requests import Requests
+from threed.launcher import processes as children
 
 
 @pytest.fixture
@@ -85,8 +86,8 @@ def test_whom_to_blame():
 PROGRAM = """
 import os, signal, sys
 sys.argv = ["threed", "train"]
-from threed.early import begin
-from threed.requests import Requests
+from threed.base.signals import begin
+from threed.base.requests import Requests
 begin()
 requests = Requests()
 os.kill(os.getpid(), signal.SIGHUP)
@@ -104,6 +105,6 @@ def test_a_hang_up(nohup):
 
 def test_imports_leave_nothing(tmp_path):
     """Not even where a process is killed after them."""
-    program = "import os, sys, threed.launcher; assert 'megatron.core' in sys.modules; os._exit(0)"
+    program = "import os, sys, threed.launcher.local; assert 'megatron.core' in sys.modules; os._exit(0)"
     subprocess.run([sys.executable, "-c", program], check=True, env={**os.environ, "TMPDIR": str(tmp_path)})
     assert list(tmp_path.iterdir()) == []

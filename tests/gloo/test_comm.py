@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from threed.comm import ProcessComm, connecting_late, file_store
-from threed.mesh import Mesh
+from threed.base.mesh import Mesh
+from threed.comm.group import ProcessComm, connecting_late, file_store
 
 LIMIT = datetime.timedelta(seconds=60)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-import threed.launcher  # noqa: F401  (imported before the runs fork)
+import threed.launcher.local  # noqa: F401  (imported before the runs fork)
 from tests.gloo.test_train import free_port
 from tests.running import Forked, _main, losses, metrics
 from threed.engine import watch

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-import threed.launcher  # noqa: F401  (imported before the runs fork)
+import threed.launcher.local  # noqa: F401  (imported before the runs fork)
 from tests.running import Run, losses, metrics
 
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}[end]{% endfor %}" \

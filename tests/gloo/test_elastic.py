@@ -10,9 +10,9 @@ import pytest
 import torch.distributed as dist
 
 from tests.harness import tiny
-from threed import elastic
-from threed.environment import Place, agent
-from threed.errors import InputError, WrongResult
+from threed.base.errors import InputError, WrongResult
+from threed.comm.environment import Place, agent
+from threed.launcher import elastic
 
 KILLED = {"rank": None, "message": "rank 1 on host2 was killed by SIGKILL", "status": 137, "cause": None,
           "step": 3, "hang": False}

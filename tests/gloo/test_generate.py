@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-import threed.forward
-import threed.launcher
+import threed.api.forward
+import threed.launcher.local
 from tests.running import Run, metrics
-from threed.config import load
-from threed.errors import InputError
-from threed.inference import forward_config
+from threed.api.inference import forward_config
+from threed.base.errors import InputError
+from threed.config.load import load
 
 TOY = ["train", "configs/toy.yaml", "model.layers=4", "model.hidden=32", "model.seq_len=32",
        "model.vocab=300", "model.init_std=0.2", "train.global_batch_size=4", "train.micro_batch_size=1",

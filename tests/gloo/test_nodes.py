@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-import threed.agents  # noqa: F401  (imported before the runs fork)
+import threed.launcher.agents  # noqa: F401  (imported before the runs fork)
 from tests.cluster.conftest import TINY
 from tests.cluster.hosts import Hosts, missing
 from tests.gloo.test_train import free_port

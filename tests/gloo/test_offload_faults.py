@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 import torch
 
-import threed.launcher  # noqa: F401  (imported before the runs fork)
+import threed.launcher.local  # noqa: F401  (imported before the runs fork)
 from tests.running import Run, losses, metrics
-from threed.errors import InputError, RunError
-from threed.offload.tiers import Disk
-from threed.pool import aligned
+from threed.base.errors import InputError, RunError
+from threed.tensor.disk import Disk
+from threed.tensor.pool import aligned
 
 SMALL = ["train", "configs/toy.yaml", "model.layers=2", "model.hidden=32", "model.seq_len=32",
          "model.vocab=300",

@@ -15,16 +15,16 @@ import torch.distributed as dist
 
 from tests.harness import batches, tiny
 from tests.workers import TIMEOUT_S, Workers
-from threed.comm import Comm, ProcessComm
+from threed.comm.group import Comm, ProcessComm
 from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
-from threed.models.spec import Cut, Parameter
+from threed.features.zero.state import UnitState
 from threed.planner import layouts, make_mesh, make_plan
 from threed.program.summary import fixed_bytes, stages
 from threed.schema import Config
+from threed.spec.parameter import Cut, Parameter
 from threed.tensor.alive import Alive
 from threed.tensor.random import draw, initial_values
-from threed.zero.state import UnitState
 
 # what else a process takes while it trains: activations, stacks of threads, what the allocator keeps
 SLACK = 72 << 20

@@ -15,9 +15,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-import threed.launcher  # noqa: F401  (imported before the runs fork)
+import threed.launcher.local  # noqa: F401  (imported before the runs fork)
 from tests.running import Run, losses, metrics
-from threed.errors import InputError
+from threed.base.errors import InputError
 
 SMALL = ["train", "configs/toy.yaml", "model.layers=2", "model.hidden=32", "model.seq_len=32",
          "model.vocab=300",
@@ -161,7 +161,7 @@ def test_a_mistake_is_not_repeated(start, fail_at):
 
 def test_an_error_of_the_code_before_the_first_step(start, monkeypatch):
     """A new start would meet it again: there is none."""
-    from threed.trainer import Trainer
+    from threed.training.trainer import Trainer
 
     def fail(*_: object) -> None:
         raise AttributeError("'NoneType' object has no attribute 'flush'")

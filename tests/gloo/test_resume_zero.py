@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-import threed.launcher  # noqa: F401  (imported before the runs fork)
+import threed.launcher.local  # noqa: F401  (imported before the runs fork)
 from tests.running import Run, metrics
 
 SMALL = ["train", "configs/toy.yaml", "model.layers=4", "model.hidden=32", "model.seq_len=32",

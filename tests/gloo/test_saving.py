@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 
-import threed.launcher  # noqa: F401  (imported before the runs fork)
+import threed.launcher.local  # noqa: F401  (imported before the runs fork)
 from tests.running import metrics
 
 TOY = ["train", "configs/toy.yaml", "model.layers=4", "model.hidden=32", "model.seq_len=32",

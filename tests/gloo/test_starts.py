@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import threed
-import threed.launcher
+import threed.launcher.local
 from tests.running import Forked, Run, losses, wandb_records
 from threed.monitor import runs
 

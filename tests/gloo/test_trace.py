@@ -12,21 +12,21 @@ from xml.etree import ElementTree
 
 import pytest
 
-import threed.launcher  # noqa: F401  (imported before the runs fork)
+import threed.launcher.local  # noqa: F401  (imported before the runs fork)
 from tests.browser import Browser, figures, texts
 from tests.running import Run, metrics, wandb_records
-from threed.cli import app
-from threed.errors import InputError
+from threed.base.errors import InputError
+from threed.base.quantity import show_seconds
+from threed.cli.main import app
+from threed.html_report import timelines
+from threed.html_report.verb import content
 from threed.monitor.attribute import CAUSES
 from threed.monitor.traces import COLUMNS, read_run
-from threed.page import timelines
-from threed.page.verb import content
-from threed.planned import load_config
 from threed.planner import make_plan
-from threed.prediction.cost import load_costs, read_costs
+from threed.planner.from_config import load_config
+from threed.program.costs import load_costs, read_costs
 from threed.program.effects import effects
 from threed.program.instruction import Op
-from threed.quantity import show_seconds
 
 TOY = ["train", "configs/toy.yaml", "model.layers=2", "model.hidden=32", "model.seq_len=32",
        "model.vocab=300",

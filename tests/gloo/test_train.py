@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-import threed.launcher  # noqa: F401  (imported before the runs fork)
+import threed.launcher.local  # noqa: F401  (imported before the runs fork)
 from tests.running import Run, losses, metrics, wandb_records
 
 TOY = ["train", "configs/toy.yaml", "model.layers=6", "model.hidden=32", "model.seq_len=32",
@@ -230,7 +230,7 @@ def test_a_rank_that_leaves(start, monkeypatch):
 
 def test_a_rank_that_raises(start, monkeypatch):
     """All ranks end within seconds, and the message is that rank's."""
-    import threed.pipeline.run as pipeline
+    import threed.features.pipeline.run as pipeline
 
     def fail(self, instruction, slots):
         if self.comm.rank == 6 and instruction.microbatch == 1:
@@ -370,7 +370,7 @@ def test_torchrun(tmp_path, cache, unbroken):
     """torchrun itself: one agent, two ranks that it starts as processes of their own."""
     argv = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", "--nproc-per-node=2",
             "--master-addr=127.0.0.1",
-            f"--master-port={free_port()}", "-m", "threed.cli", *TOY, *cache, f"run.dir={tmp_path / 'run'}",
+            f"--master-port={free_port()}", "-m", "threed", *TOY, *cache, f"run.dir={tmp_path / 'run'}",
             "train.steps=3",
             "optimizer.decay_steps=12", "parallel.dp=1", "parallel.tp=2", "parallel.pp=1"]
     done = subprocess.run(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=180)
@@ -382,7 +382,7 @@ def test_torchrun(tmp_path, cache, unbroken):
 def test_torchrun_starts_again(tmp_path, cache, unbroken):
     """--max-restarts: its agent serves the store of the start before, where the failure of that one is."""
     argv = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", "--nproc-per-node=2",
-            "--max-restarts=1", "--master-addr=127.0.0.1", f"--master-port={free_port()}", "-m", "threed.cli",
+            "--max-restarts=1", "--master-addr=127.0.0.1", f"--master-port={free_port()}", "-m", "threed",
             *TOY, *cache, f"run.dir={tmp_path / 'run'}", "train.steps=12", "checkpoint.every=1",
             "optimizer.decay_steps=12", "parallel.dp=1", "parallel.tp=2", "parallel.pp=1"]
     agent = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -405,7 +405,7 @@ def test_no_rank_outlives_torchrun(tmp_path, cache):
     """Its agent is killed: so are the ranks that it has started."""
     argv = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", "--nproc-per-node=2",
             "--master-addr=127.0.0.1",
-            f"--master-port={free_port()}", "-m", "threed.cli", *TOY, *cache, f"run.dir={tmp_path / 'run'}",
+            f"--master-port={free_port()}", "-m", "threed", *TOY, *cache, f"run.dir={tmp_path / 'run'}",
             "train.steps=100000", "parallel.dp=1", "parallel.tp=2", "parallel.pp=1"]
     agent = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:

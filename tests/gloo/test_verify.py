@@ -8,9 +8,9 @@ import socket
 import pytest
 import torch
 
-import threed.launcher  # noqa: F401  (imported before the runs fork)
+import threed.launcher.local  # noqa: F401  (imported before the runs fork)
 from tests.running import Run, losses, metrics
-from threed.pipeline.run import PipelineRun
+from threed.features.pipeline.run import PipelineRun
 from threed.program.instruction import Slot
 
 TOY = ["train", "configs/toy.yaml", "model.layers=4", "model.hidden=32", "model.seq_len=32",

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests.servers import WANDB, nobody, server, silent
-from threed.config import load
-from threed.errors import InputError
+from threed.base.errors import InputError
+from threed.config.load import load
 from threed.monitor.loggers import logger, wandb
 from threed.monitor.loggers.beside import Beside
 from threed.monitor.loggers.logger import About

@@ -15,17 +15,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import threed.launcher  # noqa: F401  (imported before the runs fork)
+import threed.launcher.local  # noqa: F401  (imported before the runs fork)
 from tests.gloo.test_train import free_port
 from tests.harness import channel_pairs, make_mesh, make_plan, tiny
 from tests.running import Run, metrics
-from threed import assemble, rank
-from threed.comm import ProcessComm, file_store
+from threed.comm.environment import Place
+from threed.comm.group import ProcessComm, file_store
+from threed.comm.store import Guard
 from threed.engine.connect import warm
 from threed.engine.watch import Watch, tell
-from threed.environment import Place
-from threed.rank import Unattended
-from threed.store import Guard
+from threed.launcher import rank
+from threed.launcher.rank import Unattended
+from threed.training import setup as assemble
 
 SMALL = ["train", "configs/toy.yaml", "model.layers=2", "model.hidden=32", "model.seq_len=32",
          "model.vocab=300",
@@ -148,7 +149,7 @@ def test_data_may_take_longer_than_the_timeout(fails, as_ranks, monkeypatch):
 
 def test_a_slow_rank(start, monkeypatch, tmp_path):
     """Named in the metrics of each step and, since it stays slow, in a line; not ended."""
-    from threed.pipeline.run import PipelineRun
+    from threed.features.pipeline.run import PipelineRun
 
     original = PipelineRun.forward
 

@@ -42,7 +42,7 @@ def test_the_wheel(built, tmp_path):
         assert archive.getinfo("threed/launch/torchrun.sh").external_attr >> 16 & 0o100
     assert wheel.name.startswith("threed_train-") and "-py3-none-" in wheel.name
     assert {"threed/py.typed", "threed/configs/toy.yaml", "threed/configs/hardware/h100-sxm.yaml",
-            "threed/models/spec.py", "threed/launch/slurm.sbatch", "threed/launch/kubernetes.yaml",
+            "threed/spec/parameter.py", "threed/launch/slurm.sbatch", "threed/launch/kubernetes.yaml",
             "threed/examples/vit.py", "threed/examples/vit.yaml"} <= names
     assert not [name for name in names if name.startswith(("tests/", "bench/", "models/", "build/"))]
     assert "Author: the threed contributors" in metadata and "Home-page" not in metadata

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 
 from tests.harness import drive
-from threed.comm import Channel, Comm, ProcessComm, ProcessGroup, file_store
+from threed.comm.group import Channel, Comm, ProcessComm, ProcessGroup, file_store
+from threed.comm.lanes import Handle
 from threed.engine.device import set_up
 from threed.engine.engine import Engine
 from threed.engine.loopback import channel_pairs
-from threed.lanes import Handle
 from threed.planner import make_mesh, make_plan
 from threed.schema import Config
 

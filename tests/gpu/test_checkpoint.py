@@ -17,7 +17,7 @@ from tests.loopback.test_checkpoint import COUNTERS, DP, PP, TP, at, named, step
 from threed.checkpoint.lineage import Lineage
 from threed.checkpoint.load import resume
 from threed.checkpoint.save import Saver
-from threed.comm import Comm
+from threed.comm.group import Comm
 from threed.engine.engine import Engine
 
 pytestmark = pytest.mark.gpu

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from threed.lanes import CopyLane, StreamLane, ThreadLane, copy, so_far
+from threed.comm.lanes import CopyLane, StreamLane, ThreadLane, copy, so_far
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 LONG = 200_000_000  # cycles: a tenth of a second

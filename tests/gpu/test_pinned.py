@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 CODE = """
 from tests.harness import tiny
 from threed.engine.device import set_up
-from threed.pool import Pool
+from threed.tensor.pool import Pool
 import torch
 set_up(tiny())
 torch.cuda.set_device(0)

@@ -26,8 +26,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from threed.base.mesh import Mesh
 from threed.engine.loopback import ThreadGroup, World
-from threed.mesh import Mesh
 from threed.tensor import fused_loss
 from threed.tensor.documents import rotate_at
 from threed.tensor.fused import Body, Fused

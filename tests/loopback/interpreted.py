@@ -17,8 +17,8 @@ from torch.nn.functional import cross_entropy as exact
 
 from tests.harness import Ranks, loopback, tiny
 from tests.loopback import test_transient
+from threed.base.mesh import Mesh
 from threed.engine.loopback import ThreadGroup, World
-from threed.mesh import Mesh
 from threed.tensor import fused_loss
 from threed.tensor.alive import Alive
 from threed.tensor.fused import Fused

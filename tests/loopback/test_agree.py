@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from tests.harness import loopback, tiny
-from threed import assemble, native
-from threed.config import load
-from threed.errors import InputError
+from threed.base.errors import InputError
+from threed.config.load import load
+from threed.optim import native
+from threed.training import setup as assemble
 
 pytestmark = pytest.mark.core
 

@@ -1,4 +1,4 @@
-"""A fourth axis of rows in the tables of `threed.mesh` alone: a sample of the contract with it at size 2.
+"""A fourth axis of rows in the tables of `threed.base.mesh` alone: a sample of the contract with it.
 
 Ranks along `xp` divide parameters, as those along tp do. All ranks of xp hold layers that know nothing of it;
 the family of tests/families/second_axis.py cuts its MLPs over it.
@@ -11,19 +11,19 @@ from pathlib import Path
 import pytest
 
 from tests.harness import assert_contract, batches, tiny
-from threed import mesh
+from threed.base import mesh
+from threed.base.mesh import GroupRow
 from threed.checkpoint.lineage import Lineage
 from threed.checkpoint.load import resume
 from threed.checkpoint.save import Saver
-from threed.comm import Comm, initialized
+from threed.comm.group import Comm, initialized
 from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
-from threed.mesh import GroupRow
-from threed.models.spec import Cost
+from threed.models.measure import Measured
 from threed.models.tiling import layers_of, share_of
 from threed.planner import make_mesh, make_plan
 from threed.schema import Config, ParallelConfig
-from threed.tensor.measure import Measured
+from threed.spec.parameter import Cost
 
 SECOND_AXIS = "model.family=tests/families/second_axis.py:SECOND_AXIS"
 SMALL = ["model.layers=2", "model.hidden=16", "model.heads=4", "model.seq_len=8", "model.vocab=30",

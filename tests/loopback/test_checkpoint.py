@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from tests.harness import batches, tiny
+from threed.base.errors import InputError, RunError
 from threed.checkpoint import format as formats
 from threed.checkpoint import load as loading
 from threed.checkpoint import save as saving
@@ -27,10 +28,9 @@ from threed.checkpoint.choose import notes
 from threed.checkpoint.lineage import Lineage
 from threed.checkpoint.load import resume
 from threed.checkpoint.save import Saver, Stage
-from threed.comm import Comm
+from threed.comm.group import Comm
 from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
-from threed.errors import InputError, RunError
 from threed.planner import make_mesh, make_plan
 from threed.schema import Config
 
@@ -576,7 +576,7 @@ def test_another_runs_checkpoints_are_left_alone(tmp_path):
 
 def test_weights_that_compute_reads(tmp_path, monkeypatch):
     """A change between the master weights, which are proved, and their 16-bit copy."""
-    from threed.zero.state import UnitState
+    from threed.features.zero.state import UnitState
 
     config = at(tmp_path / "run", *DP, "precision.dtype=bf16", "zero.stage=1")
     path = saved_after(config, 1)

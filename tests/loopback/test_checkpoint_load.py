@@ -28,15 +28,15 @@ from tests.loopback.test_checkpoint import (
     take,
 )
 from tests.loopback.test_checkpoint_mishaps import go_on
+from threed.base.errors import RunError
 from threed.checkpoint import format as formats
 from threed.checkpoint.choose import begin_lineage, candidates
 from threed.checkpoint.lineage import Lineage, write_latest
 from threed.checkpoint.load import resume
 from threed.checkpoint.read import Reader
 from threed.checkpoint.save import Saver
-from threed.comm import Comm
+from threed.comm.group import Comm
 from threed.engine.engine import Engine
-from threed.errors import RunError
 from threed.schema import Config
 from threed.tensor import precision
 

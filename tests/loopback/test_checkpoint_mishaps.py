@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from tests.loopback.test_checkpoint import COUNTERS, DP, TP, at, named, on_ranks, saved_after, step, take
+from threed.base.errors import InputError
 from threed.checkpoint import format as formats
 from threed.checkpoint import load as loading
 from threed.checkpoint import read as reading
@@ -24,11 +25,10 @@ from threed.checkpoint.choose import begin_lineage
 from threed.checkpoint.lineage import Lineage
 from threed.checkpoint.load import resume
 from threed.checkpoint.save import Outcome, Saver
-from threed.comm import Comm
+from threed.comm.group import Comm
 from threed.engine.engine import Engine
-from threed.errors import InputError
+from threed.features.zero.snapshot import Snapshot
 from threed.schema import Config
-from threed.zero.snapshot import Snapshot
 
 
 def go_on(config: Config, steps: int = 1, prunes: bool = True, **how: Any) -> tuple[str | None, Outcome]:

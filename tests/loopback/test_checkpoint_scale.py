@@ -14,10 +14,10 @@ from threed.checkpoint.boxes import boxes
 from threed.checkpoint.format import Report, file_name, index_of, seal, unseal
 from threed.checkpoint.read import Reader
 from threed.checkpoint.write import Item, Place, header, report_of
-from threed.config import load
+from threed.config.load import load
+from threed.features.zero.shard import Layout
 from threed.planner import layouts, make_mesh, unit_parameters
 from threed.schema import Config
-from threed.zero.shard import Layout
 
 KINDS = ("param", "exp_avg", "exp_avg_sq")
 # 405 B parameters, as Llama 3 has them, on 16,384 hidden; a unit a layer.

@@ -8,8 +8,8 @@ import re
 import pytest
 
 from tests.harness import Ranks, assert_contract, cell_config, covering, each_value, loopback, pairs
-from threed.contract import Cell, cells, refusal
-from threed.errors import ConfigError
+from threed.base.errors import ConfigError
+from threed.config.contract import Cell, cells, refusal
 from threed.schema import Config
 
 SAMPLE = covering()

@@ -20,7 +20,7 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from tests.harness import batches, tiny
-from threed import checkpoints as running
+from threed.base.errors import ConfigError, InputError
 from threed.checkpoint.choose import Candidate, begin_lineage, candidates
 from threed.checkpoint.copy import Copied, Copier, fetch
 from threed.checkpoint.format import checkpoints, folder, name_of, unseal
@@ -28,14 +28,14 @@ from threed.checkpoint.lineage import Lineage, parse_latest, read_latest
 from threed.checkpoint.load import Resumed, _on_first, resume
 from threed.checkpoint.place import Store
 from threed.checkpoint.save import Saver
-from threed.checkpoints import Checkpoints
-from threed.comm import Comm
-from threed.config import load
+from threed.comm.group import Comm
+from threed.config.load import load
 from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
-from threed.errors import ConfigError, InputError
 from threed.planner import make_mesh, make_plan
 from threed.schema import Config
+from threed.training import saving as running
+from threed.training.saving import Checkpoints
 
 SMALL = ["model.layers=2", "model.hidden=16", "model.heads=4", "model.seq_len=8", "model.vocab=30",
          "model.vocab_multiple=16",

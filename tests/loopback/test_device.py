@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend
 
 from tests.harness import loopback, same_bits, tiny
+from threed.base.errors import ConfigError, InputError
 from threed.engine import device as subject
 from threed.engine.device import attention, pick_device, set_up, shortcomings
-from threed.errors import ConfigError, InputError
-from threed.launcher import LocalLauncher
+from threed.launcher.local import LocalLauncher
 from threed.monitor.measure import peak_tflops
 from threed.tensor.products import Way
 

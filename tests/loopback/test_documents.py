@@ -23,9 +23,9 @@ from tests.harness import (
     tiny,
 )
 from tests.reference import Reference, data_of
-from threed.comm import initialized
+from threed.comm.group import initialized
 from threed.models.layers.base import Out
-from threed.models.spec import NOT_COUNTED
+from threed.spec.parameter import NOT_COUNTED
 from threed.tensor import documents as subject
 from threed.tensor.context import Batch
 from threed.tensor.documents import Documents, attend, outside

@@ -11,8 +11,8 @@ from tests.harness import batches, tiny
 from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
 from threed.models.model import parameters
-from threed.models.spec import Parameter
 from threed.planner import make_mesh, make_plan
+from threed.spec.parameter import Parameter
 from threed.tensor.random import draw, draw_in_place
 
 ALL, WAYS = {}, (draw, draw_in_place)

@@ -20,7 +20,7 @@ from tests.guides import add_schedule
 add_schedule()
 from tests import reference
 from tests.harness import assert_contract, cell_config
-from threed.contract import Cell
+from threed.config.contract import Cell
 for cell in (Cell("1f1b-eager", 1, "none", "none", "fp32", False, True, False),
              Cell("1f1b-eager", 3, "cpu", "full", "bf16", True, False, False)):
     config = cell_config(cell)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from threed import mesh
+from threed.base import mesh
 from threed.models.families.registry import family_of
 from threed.schema import ParallelConfig
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness import assert_contract, loopback, tiny
-from threed.errors import ThreedError
+from threed.base.errors import ThreedError
 from threed.planner import make_plan
 
 FAMILY = "model.family=tests/families/{}"
@@ -68,7 +68,7 @@ def test_bad_families(family):
 
 
 FAILS = """
-from threed.later import F
+from threed.base.later import F
 from threed.models.families.base import Family
 from threed.models.layers.base import Layer
 from threed.models.layers.embedding import Embedding

@@ -16,10 +16,10 @@ import torch.nn.functional as F
 
 from tests.harness import assert_contract, cell_config, covering, loopback, same_bits, tiny
 from tests.loopback import interpreted
+from threed.base.errors import ConfigError, InputError, RunError
 from threed.engine import compiler
 from threed.engine.compiler import lacks, uncompiled
 from threed.engine.device import compiles
-from threed.errors import ConfigError, InputError, RunError
 from threed.planner import make_plan
 from threed.program.summary import stages
 from threed.tensor import fused

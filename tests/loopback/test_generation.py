@@ -11,20 +11,20 @@ import torch
 from tests.data.files import word_level
 from tests.harness import batches, tiny
 from tests.reference import Reference
-from threed.comm import Comm, initialized
+from threed.base.errors import InputError, RunError
+from threed.comm.group import Comm, initialized
 from threed.data.keeping import kept_for, tokenizer_digest
 from threed.data.prompts import added, encode, keep_tokenizer
+from threed.data.sampling import Sampling
 from threed.data.tokenizer import load
 from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
-from threed.errors import InputError, RunError
-from threed.generation import Text, Writer, choose
 from threed.models.layers.base import Out
 from threed.planner import forward_plan, make_mesh, make_plan
 from threed.program.table import GENERATE, Plan
-from threed.sampling import Sampling
 from threed.schema import Config, DataConfig, ModelConfig
 from threed.tensor.context import Batch
+from threed.training.generation import Text, Writer, choose
 
 SMALL = ["model.layers=3", "model.hidden=16", "model.heads=4", "model.seq_len=8", "model.vocab=30",
          "model.vocab_multiple=16", "model.init_std=0.3", "train.sample_prompts=[a,b,c]"]

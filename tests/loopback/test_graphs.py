@@ -8,18 +8,18 @@ import torch
 from tests.harness import batches, cell_config, covering, each_value, loopback, same_bits, tiny
 from tests.late import be_late
 from tests.recorder import Repeater, record_on_cpu
-from threed.comm import Comm
+from threed.base.errors import InputError, RunError
+from threed.comm.group import Comm
+from threed.comm.lanes import Handle
 from threed.engine.engine import Engine
 from threed.engine.graphs import GraphRun
 from threed.engine.loopback import ThreadChannel, run_loopback
-from threed.errors import InputError, RunError
-from threed.lanes import Handle
+from threed.features.zero.storage import Storage
 from threed.models.layers.block import Block
 from threed.planner import make_mesh, make_plan
 from threed.prediction.transient import Transient
 from threed.program.graphs import graphs
 from threed.schema import Config
-from threed.zero.storage import Storage
 
 GRAPHS = "run.cuda_graphs=true"
 STEPS = 3  # without graphs; they are recorded; they are replayed

@@ -114,7 +114,7 @@ def test_the_host_reads_once_a_step(name):
 
 def test_a_new_read_is_seen(monkeypatch):
     """A loss that is printed in forward, say."""
-    from threed.pipeline.run import PipelineRun
+    from threed.features.pipeline.run import PipelineRun
 
     forward = PipelineRun.forward
 

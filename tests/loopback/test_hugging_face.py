@@ -15,18 +15,18 @@ import torch
 
 from tests.harness import batches
 from tests.loopback.test_checkpoint import saved_after
+from threed.base.errors import InputError
 from threed.checkpoint.lineage import Lineage
 from threed.checkpoint.load import resume
 from threed.checkpoint.save import Saver
-from threed.comm import Comm
-from threed.config import load
-from threed.doors.hf import exporting
-from threed.doors.hf.exporting import export_model
-from threed.doors.hf.importing import import_model
-from threed.doors.hf.tensors import DTYPES, NAMES
+from threed.comm.group import Comm
+from threed.config.load import load
 from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
-from threed.errors import InputError
+from threed.interop.hf import exporting
+from threed.interop.hf.exporting import export_model
+from threed.interop.hf.importing import import_model
+from threed.interop.hf.tensors import DTYPES, NAMES
 from threed.planner import make_mesh, make_plan
 from threed.schema import Config
 from threed.tensor.context import Batch, Context

@@ -13,12 +13,12 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from tests.loopback.test_hugging_face_files import GPT2, LLAMA, change, folder, refused
-from threed.cli import app
-from threed.config import load
-from threed.doors.hf import exporting
-from threed.doors.hf.exporting import export_model
-from threed.doors.hf.importing import import_model
-from threed.errors import InputError
+from threed.base.errors import InputError
+from threed.cli.main import app
+from threed.config.load import load
+from threed.interop.hf import exporting
+from threed.interop.hf.exporting import export_model
+from threed.interop.hf.importing import import_model
 
 NORM, GATE = "model.norm.weight", "model.layers.1.mlp.gate_proj.weight"
 

@@ -16,20 +16,21 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.loopback.test_checkpoint import at, manifest, on_ranks, saved_after, step
+from threed.base.errors import InputError
 from threed.checkpoint.boxes import boxes
 from threed.checkpoint.format import seal
 from threed.checkpoint.load import resume
-from threed.cli import app
-from threed.comm import Comm
-from threed.config import load
-from threed.doors.hf import exporting, tensors, trained
-from threed.doors.hf.config import family_of, model_of, unfit, values_of, written
-from threed.doors.hf.exporting import export_model
-from threed.doors.hf.families import FAMILIES
-from threed.doors.hf.importing import import_model
-from threed.doors.hf.views import blocks
+from threed.cli.main import app
+from threed.comm.group import Comm
+from threed.config.load import load
 from threed.engine.engine import Engine
-from threed.errors import InputError
+from threed.interop.hf import exporting, tensors
+from threed.interop.hf import source as trained
+from threed.interop.hf.config import family_of, model_of, unfit, values_of, written
+from threed.interop.hf.exporting import export_model
+from threed.interop.hf.families import FAMILIES
+from threed.interop.hf.importing import import_model
+from threed.interop.hf.mapping import blocks
 from threed.models.model import parameters
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",

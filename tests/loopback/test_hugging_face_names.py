@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from threed.config import load
-from threed.doors.hf.config import family_for, family_of, model_of, values_of, written
+from threed.config.load import load
+from threed.interop.hf.config import family_for, family_of, model_of, values_of, written
 from threed.models.families.registry import sizes
 from threed.models.model import parameters
 

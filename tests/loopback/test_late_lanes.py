@@ -7,9 +7,9 @@ import pytest
 from tests.harness import assert_contract, assert_parity, cell_config, covering, each_value, loopback, tiny
 from tests.late import be_late
 from tests.recorder import record_on_cpu
+from threed.base.errors import ThreedError
 from threed.engine import engine
 from threed.engine import loopback as loop
-from threed.errors import ThreedError
 from threed.planner import make_plan
 from threed.program.buffers import buffers
 from threed.program.instruction import COMPUTE, Op

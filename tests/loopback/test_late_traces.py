@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 
 from tests.harness import batches, tiny
-from threed.comm import Comm
+from threed.base.errors import RunError
+from threed.comm.group import Comm
 from threed.engine import engine as engines
 from threed.engine.clock import HostClock, HostReader
 from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
-from threed.errors import RunError
 from threed.monitor.measure import Meter
 from threed.planner import make_mesh, make_plan
 from threed.program.instruction import Instruction, Op
+from threed.program.slots import Slots
 from threed.program.trace import Trace
-from threed.slots import Slots
 
 
 class LateReader(HostReader):

@@ -13,18 +13,18 @@ import torch
 from tests.harness import FILES, batches
 from tests.loopback.test_hugging_face import RUN, close, make, ours, same_files, theirs
 from tests.reference import data_of
+from threed.base.errors import InputError
 from threed.checkpoint.lineage import Lineage
 from threed.checkpoint.load import resume
 from threed.checkpoint.save import Saver
-from threed.cli import app
-from threed.comm import Comm
-from threed.config import load
-from threed.doors.hf.adapters import export_adapters
-from threed.doors.hf.exporting import export_model
-from threed.doors.hf.importing import import_model
+from threed.cli.main import app
+from threed.comm.group import Comm
+from threed.config.load import load
 from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
-from threed.errors import InputError
+from threed.interop.hf.adapters import export_adapters
+from threed.interop.hf.exporting import export_model
+from threed.interop.hf.importing import import_model
 from threed.planner import make_mesh, make_plan
 from threed.schema import Config
 

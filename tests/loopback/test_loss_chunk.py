@@ -10,9 +10,9 @@ from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.harness import assert_contract, cell_config, covering, loopback, same_bits, tiny
+from threed.base.errors import ConfigError
+from threed.base.mesh import Mesh
 from threed.engine.loopback import ThreadGroup, World
-from threed.errors import ConfigError
-from threed.mesh import Mesh
 from threed.planner import make_plan
 from threed.program.summary import stages
 from threed.tensor.layers import vocab_parallel_cross_entropy

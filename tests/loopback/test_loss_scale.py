@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from tests.harness import batches, tiny
-from threed.comm import Comm
+from threed.comm.group import Comm
 from threed.engine.diagnose import find_nonfinite
 from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
+from threed.features.zero.run import Clipped
 from threed.planner import make_mesh, make_plan
 from threed.program.instruction import BACKWARDS, Op, Slot
 from threed.schema import Config
-from threed.zero.run import Clipped
 
 FP16 = ["model.layers=2", "precision.dtype=fp16", "precision.initial_loss_scale=1024"]
 

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from tests.harness import tiny
-from threed.comm import initialized
-from threed.models.kernels import Product
+from threed.comm.group import initialized
 from threed.models.layers.base import Layer
 from threed.models.layers.mlp import Mlp
-from threed.models.spec import Cost, Saved
+from threed.models.measure import Measured
 from threed.models.tiling import layers_of, share_of
 from threed.schema import Config
-from threed.tensor.measure import Measured
+from threed.spec.kernels import Product
+from threed.spec.parameter import Cost, Saved
 
 SIZES = ["model.layers=1", "model.hidden=64", "model.heads=4", "model.seq_len=32", "model.vocab=120",
          "model.vocab_multiple=64", "train.global_batch_size=2", "train.micro_batch_size=2"]

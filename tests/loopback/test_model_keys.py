@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.harness import assert_contract, cell_config, covering, each_value, loopback, same_bits, tiny
-from threed.errors import InputError
+from threed.base.errors import InputError
 from threed.models.model import layers, parameters
 from threed.models.tiling import layers_of
 from threed.schema import Config

@@ -21,12 +21,13 @@ import pytest
 import torch
 
 from tests.harness import Ranks, assert_parity, batches, collect, drive, tiny
-from threed import comm, mesh
-from threed.comm import Comm
+from threed.base import mesh
+from threed.base.errors import PlanError
+from threed.comm import group as comm
+from threed.comm.group import Comm
+from threed.comm.lanes import Handle, Job, Lane, ThreadLane
 from threed.engine import loopback
 from threed.engine.engine import Engine
-from threed.errors import PlanError
-from threed.lanes import Handle, Job, Lane, ThreadLane
 from threed.planner import make_mesh, make_plan
 from threed.program import instruction
 from threed.program.check import check_programs

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from threed import native
-from threed.optimizers.base import Update, View
+from threed.optim import native
+from threed.optim import step as optimizer
+from threed.optim.base import Update, View
 from threed.schema import OptimizerConfig
-from threed.zero import optimizer
 
 pytestmark = pytest.mark.core
 

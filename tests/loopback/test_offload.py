@@ -14,7 +14,7 @@ from allpairspy import AllPairs
 
 from tests.harness import Ranks, assert_contract, batches, loopback, same_bits, tiny
 from tests.late import be_late
-from threed.comm import Comm
+from threed.comm.group import Comm
 from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
 from threed.engine.underway import UnderWay

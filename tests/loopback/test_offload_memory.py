@@ -16,14 +16,14 @@ import torch
 
 from tests.harness import batches, tiny
 from tests.loopback.test_memory import Storages, reach, storages, tensors
-from threed.comm import Comm
+from threed.comm.group import Comm
 from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
-from threed.offload.run import OffloadRun
+from threed.features.offload.run import OffloadRun
+from threed.features.zero.state import UnitState
 from threed.planner import make_mesh, make_plan
 from threed.program.instruction import Op
 from threed.program.summary import stages
-from threed.zero.state import UnitState
 
 MODEL = ["model.layers=4", "model.hidden=128", "model.position=learned", "parallel.dp=2", "model.vocab=512",
          "train.global_batch_size=4"]

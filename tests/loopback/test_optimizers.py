@@ -19,11 +19,11 @@ from tests.loopback.test_checkpoint import (
     saved_after,
     step,
 )
+from threed.base.errors import InputError
 from threed.checkpoint.load import resume
-from threed.comm import Comm
+from threed.comm.group import Comm
 from threed.engine.engine import Engine
-from threed.errors import InputError
-from threed.optimizers.registry import OPTIMIZERS
+from threed.optim.registry import OPTIMIZERS
 from threed.planner import make_plan
 from threed.prediction.memory import model_states
 from threed.program.instruction import Slot, Tier

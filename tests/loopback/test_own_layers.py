@@ -26,25 +26,25 @@ from tests.loopback import test_saved
 from tests.loopback.test_memory import storages
 from tests.loopback.test_saved import quiet  # noqa: F401
 from tests.own import Reference, assert_own, batches, own, run
+from threed.base.errors import InputError, RunError
+from threed.base.mesh import Mesh
 from threed.checkpoint.lineage import Lineage
 from threed.checkpoint.load import resume
 from threed.checkpoint.save import Saver
-from threed.comm import Comm, initialized
-from threed.config import checked, load
-from threed.doors.layers.samples import Samples
+from threed.comm.group import Comm, initialized
+from threed.config.load import checked, load
 from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
-from threed.errors import InputError, RunError
-from threed.mesh import Mesh
+from threed.models.measure import silent_groups
 from threed.models.model import layers
-from threed.models.spec import Share
+from threed.models.own.samples import Samples
 from threed.models.tiling import layers_of, share_of
 from threed.planner import make_mesh, make_plan
 from threed.program.instruction import Slot
 from threed.schema import Config
+from threed.spec.parameter import Share
 from threed.tensor.context import Batch, Context
 from threed.tensor.layers import WeightGrads
-from threed.tensor.measure import silent_groups
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -9,13 +9,13 @@ from tests.harness import batches, loopback, same_bits, tiny
 from tests.late import be_late
 from tests.loopback.test_generation import SMALL as PROMPTS
 from tests.loopback.test_generation import written
-from threed.comm import Comm
+from threed.comm.group import Comm
+from threed.data.sampling import Sampling
 from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
 from threed.planner import make_mesh, make_plan
 from threed.program.instruction import MESSAGES, PARTS, WHOLES, Op
 from threed.program.summary import stages
-from threed.sampling import Sampling
 from threed.schema import Config
 
 ON, TP, PP = "parallel.split_messages=on", "parallel.tp=2", "parallel.pp=2"

@@ -13,16 +13,16 @@ import pytest
 import torch
 
 from tests.harness import batches, tiny
+from threed.base.errors import RunError
 from threed.engine.clock import HostClock
 from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
-from threed.errors import RunError
 from threed.monitor.attribute import CAUSES, attribute
 from threed.monitor.measure import HEAD, Meter, Step
 from threed.planner import make_mesh, make_plan
-from threed.prediction.simulate import predict
 from threed.program.effects import effects
 from threed.program.instruction import COMPUTE, Op
+from threed.program.simulate import predict
 
 # Of a unit. Long beside what the executor itself does for an instruction (a fraction of a millisecond, more
 # on a slow or busy machine): it was 4% of a step at a quarter of these times, and that is not what is tested.

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from threed import native
 from threed.base.hashing import splitmix64
 from threed.checkpoint.boxes import Box, rectangles
 from threed.checkpoint.proof import MASK, checksum
+from threed.optim import native
 
 pytestmark = pytest.mark.core
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tests.harness import tiny
-from threed.comm import Comm
+from threed.comm.group import Comm
 from threed.engine import loopback
 from threed.engine.engine import Engine
 from threed.planner import make_mesh, make_plan, saved_by_piece

@@ -19,19 +19,19 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.harness import tiny
+from threed.base.errors import InputError
+from threed.base.mesh import GROUPS, Mesh
 from threed.checkpoint.choose import candidates, read_manifest
 from threed.checkpoint.format import INDEX, MANIFEST, Unusable, file_name, folder, name_of, seal
 from threed.checkpoint.lineage import Lineage, write_latest
-from threed.comm import Comm, ProcessComm
+from threed.comm.group import Comm, ProcessComm
 from threed.engine import shared
-from threed.errors import InputError
-from threed.mesh import GROUPS, Mesh
+from threed.models.measure import SilentGroup
 from threed.monitor.measure import COSTED, Meter
 from threed.planner import make_mesh, make_plan
 from threed.program.instruction import Op
 from threed.program.trace import Trace
 from threed.schema import Config
-from threed.tensor.measure import SilentGroup
 
 RANK = 777
 

@@ -8,11 +8,11 @@ import random
 import pytest
 
 from tests.harness import assert_parity, loopback, schedule_config, tiny
-from threed.errors import InputError
-from threed.pipeline.orders import SCHEDULES, Task, needs
+from threed.base.errors import InputError
 from threed.planner import make_table
-from threed.prediction.cost import save_costs
+from threed.program.costs import save_costs
 from threed.program.instruction import Op
+from threed.schedules.orders import SCHEDULES, Task, needs
 
 NAMES = [*SCHEDULES, "auto"]
 MESHES = [(2, 1), (2, 2), (4, 1), (4, 2), (8, 1)]  # pp, tp: an order says nothing about tp

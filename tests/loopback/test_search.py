@@ -6,11 +6,11 @@ import pytest
 
 import threed
 from tests.layouts import compared
-from threed.choosing.fast import Fast
-from threed.choosing.layout import Layout, config_of
+from threed.layout_search.estimator import Fast
+from threed.layout_search.layout import Layout, config_of
 from threed.planner import make_plan
 from threed.prediction.analytic import cost
-from threed.prediction.beside import step
+from threed.prediction.contention import step
 from threed.prediction.hardware import Hardware
 
 QUIET = ["train.eval_every=0", "checkpoint.every=0"]

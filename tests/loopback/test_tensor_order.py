@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from threed.comm import initialized
-from threed.lanes import Handle
+from threed.comm.group import initialized
+from threed.comm.lanes import Handle
+from threed.models.measure import SilentGroup
 from threed.tensor.layers import ColumnParallelLinear, WeightGrads, parallel_config
-from threed.tensor.measure import SilentGroup
 
 RANKS, S, B, I, O = 2, 4, 1, 6, 10  # O: of one rank
 PRODUCTS = {(S * B, I): "x's gradient", (O, I): "the weight's gradient"}  # by the shape of their result

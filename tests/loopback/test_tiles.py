@@ -14,7 +14,7 @@ from tests.harness import FP32, SIXTEEN, Ranks, assert_parity, batches, collect,
 from threed.checkpoint.lineage import Lineage
 from threed.checkpoint.load import resume
 from threed.checkpoint.save import Saver
-from threed.comm import Comm
+from threed.comm.group import Comm
 from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
 from threed.models.tiling import cut_layers, layers_of

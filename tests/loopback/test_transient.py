@@ -11,10 +11,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from tests.harness import batches, tiny
 from tests.loopback.test_saved import CASES, FULL, SIZES, SPLIT, selective
-from threed.comm import Comm
+from threed.comm.group import Comm
+from threed.comm.lanes import Handle
 from threed.engine.engine import Engine
 from threed.engine.loopback import ThreadGroup, run_loopback
-from threed.lanes import Handle
+from threed.features.zero.state import UnitState
 from threed.planner import make_mesh, make_plan
 from threed.prediction import transient
 from threed.prediction.transient import Transient
@@ -23,7 +24,6 @@ from threed.program.instruction import COMPUTE, PARAMETER_KINDS
 from threed.program.table import Plan
 from threed.schema import Config
 from threed.tensor.alive import Alive
-from threed.zero.state import UnitState
 
 NAMES = ("fp32", "sp", "tp", "untied-bf16-tp", "learned-bf16-sp", "grouped", "llama", "llama-bf16-sp",
          "dropout", "unfused", "blocks-of-two", "zero-3", "tiles", "tiles-sp")

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from tests.harness import assert_parity, batches, loopback, tiny
-from threed.comm import Comm
+from threed.base.errors import PlanError
+from threed.comm.group import Comm
 from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
-from threed.errors import PlanError
 from threed.models.layers.parts import WORD
 from threed.models.model import parameters
 from threed.planner import make_mesh, make_plan

@@ -23,11 +23,11 @@ from tests.harness import (
     same_bits,
     tiny,
 )
-from threed.comm import Comm
+from threed.base.errors import RunError
+from threed.comm.group import Comm
 from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
 from threed.engine.verify import COLUMNS, Verifier, checksum
-from threed.errors import RunError
 from threed.planner import make_mesh, make_plan
 from threed.program.instruction import Instruction, Op, Slot
 from threed.schema import Config
@@ -305,7 +305,7 @@ def test_a_wrong_sum_of_gradients(stage):
                          ids=["device", "host", "delayed"])
 def test_a_wrong_update(overrides, monkeypatch):
     """Forward and backward are right, and the optimizer's arithmetic is wrong, once."""
-    from threed.zero import optimizer
+    from threed.optim import step as optimizer
 
     config = tiny(*SMALL, "parallel.dp=2", "zero.stage=1", *overrides)
     right, seen = optimizer.step, []

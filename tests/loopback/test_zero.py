@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from tests.harness import SIXTEEN, Ranks, assert_contract, assert_parity, loopback, same_bits, tiny
-from threed import native
-from threed.optimizers.base import Update, View
-from threed.optimizers.registry import OPTIMIZERS
+from threed.optim import native
+from threed.optim import step as optimizer
+from threed.optim.base import Update, View
+from threed.optim.registry import OPTIMIZERS
 from threed.planner import make_plan
 from threed.program.summary import stages
 from threed.schema import Config, OptimizerConfig
-from threed.zero import optimizer
 
 SMALL = ["model.layers=4", "model.hidden=16", "model.heads=4", "model.seq_len=8", "model.vocab=30",
          "model.vocab_multiple=16",

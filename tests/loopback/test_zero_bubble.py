@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from threed.prediction.bare import parse_times, predict_bare
+from threed.prediction.schedule_only import parse_times, predict_bare
 
 # Qi et al. 2024 (zero bubble), tables 5 and 6: p, m, times, bubble rates of 1F1B, ZB-H1 (and of its search at
 # 1x), ZB-H2, and of its search at 2x

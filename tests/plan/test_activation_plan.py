@@ -8,9 +8,11 @@ from collections import Counter
 
 import pytest
 
-from threed.activation import plan as activation
-from threed.config import load
-from threed.errors import ConfigError, InputError
+from threed.base.errors import ConfigError, InputError
+from threed.base.quantity import show_bytes
+from threed.config.load import load
+from threed.config.validate import warnings
+from threed.features.activation import plan as activation
 from threed.planner import make_pipeline, make_plan, make_table, unit_costs
 from threed.planner.passes import run_passes
 from threed.prediction.analytic import cost as analytic_cost
@@ -21,9 +23,7 @@ from threed.program.check import check
 from threed.program.instruction import Instruction, Op, Slot
 from threed.program.summary import stages
 from threed.program.table import Plan
-from threed.quantity import show_bytes
 from threed.schema import Config
-from threed.validate import warnings
 
 TOY = ["model.layers=6", "model.hidden=64", "model.heads=4", "model.seq_len=32", "model.vocab=128",
        "train.global_batch_size=8",

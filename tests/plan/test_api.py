@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 
 import threed
-from threed import callback, extend
-from threed.callback import METHODS, Callback, Guarded, Step, check_callbacks
-from threed.errors import ConfigError, InputError, PlanError
+from threed import extend
+from threed.base.errors import ConfigError, InputError, PlanError
+from threed.training import hooks as callback
+from threed.training.hooks import METHODS, Callback, Guarded, Step, check_callbacks
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +69,7 @@ def test_documented_and_typed():
 
 
 def _function(name: str):
-    from threed import api
+    from threed.api import plans as api
 
     return getattr(threed if name in ("evaluate", "generate", "load", "report", "search") else api, name)
 
@@ -92,7 +93,7 @@ def test_nothing_imports_torch():
             "plan = threed.plan(config)\n"
             "threed.check(plan), threed.show(plan)\n"
             "threed.Callback, threed.Run, threed.train, threed.generate, threed.Sampling\n"
-            "import threed.prediction.cost\n"
+            "import threed.program.costs\n"
             "heavy = {'torch', 'megatron', 'numpy', 'wandb', 'typer'} & set(sys.modules)\n"
             "assert not heavy, heavy\n"
             "assert threed.predict(plan)['step_time'] == threed.predict(config)['step_time'] > 0\n"
@@ -193,7 +194,7 @@ def test_a_config_that_a_script_makes():
 
 def test_the_config_is_read_before_the_run(tmp_path, monkeypatch):
     """The file may be changed or gone when the run is over: the run is where the config said at its start."""
-    from threed import api
+    from threed.api import plans as api
 
     file, folder = tmp_path / "mine.yaml", tmp_path / "run"
     file.write_text(f"run:\n  dir: {folder}\n")
@@ -222,7 +223,7 @@ def test_the_config_is_read_before_the_run(tmp_path, monkeypatch):
 ])
 def test_options_that_exclude_each_other(argv, message):
     """Are refused, and both are named: neither is left out in silence."""
-    from threed.cli import app
+    from threed.cli.main import app
 
     with pytest.raises(InputError, match=message):
         app(argv.split(), standalone_mode=False)
@@ -237,7 +238,7 @@ def test_options_that_exclude_each_other(argv, message):
 ])
 def test_parameter_units(overrides):
     """p0 and all others, what is in them, who shares them, and bytes that add up to what a rank holds."""
-    from threed.api import list_units
+    from threed.api.plans import list_units
 
     plan = threed.plan(threed.load("configs/toy.yaml", overrides))
     rows, table = list_units(plan, "p"), plan.table
@@ -267,7 +268,7 @@ def _numel(shape):
 
 def test_units_on_the_command_line(capsys):
     """As text and as JSON, of both kinds."""
-    from threed.cli import app
+    from threed.cli.main import app
 
     def command(*argv):
         app(["show", "configs/toy.yaml", *argv], standalone_mode=False)

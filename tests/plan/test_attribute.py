@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from threed.config import load
-from threed.errors import InputError
+from threed.base.errors import InputError
+from threed.config.load import load
 from threed.monitor.attribute import CAUSES, attribute, parts
 from threed.monitor.compare import _as_trace
 from threed.planner import make_plan
-from threed.prediction.cost import device_of, load_costs, read_costs, save_costs
-from threed.prediction.simulate import predict
+from threed.program.costs import device_of, load_costs, read_costs, save_costs
 from threed.program.instruction import Instruction, Op
+from threed.program.simulate import predict
 from threed.program.trace import Trace, Wait
 
 F, B = 1.0, 1.0  # seconds of a stage

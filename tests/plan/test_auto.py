@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 
 from tests.plan.test_docs import run
-from threed.config import load
-from threed.errors import InputError
-from threed.pipeline import rule
-from threed.pipeline.auto import repeat, search
-from threed.pipeline.bound import Bound, bound
-from threed.pipeline.explore import Candidate
-from threed.pipeline.orders import SCHEDULES, Order, Task, can_run, line, needs, vee
-from threed.pipeline.rule import Rule
-from threed.pipeline.timed import Times, play
+from threed.base.errors import InputError
+from threed.config.load import load
 from threed.planner import make_plan
-from threed.prediction.bare import parse_times, predict_bare
+from threed.prediction.schedule_only import parse_times, predict_bare
+from threed.schedules import rule
+from threed.schedules.auto import repeat, search
+from threed.schedules.bound import Bound, bound
+from threed.schedules.explore import Candidate
+from threed.schedules.orders import SCHEDULES, Order, Task, can_run, line, needs, vee
+from threed.schedules.rule import Rule
+from threed.schedules.timed import Times, play
 
 UNIT = {"f": 1.0, "b": 1.0, "w": 1.0, "comm": 0.0}
 EPS = 1e-6  # relative
@@ -166,7 +166,7 @@ def test_bad_input(command, message):
 def test_seconds_are_not_negative():
     from typer.testing import CliRunner
 
-    from threed.cli import app
+    from threed.cli.main import app
 
     done = CliRunner().invoke(app, ["predict", "--schedule", "auto", "--seconds", "-1"])
     assert done.exit_code == 2 and "Invalid value for '--seconds'" in done.output

@@ -10,14 +10,14 @@ from types import SimpleNamespace
 import pytest
 
 import threed
+from threed.base.errors import InputError
 from threed.calibration import grid, rank
 from threed.calibration.fitted import NARROW, Machine, fitted, table, text
 from threed.calibration.points import UNITS, Computed, Measured, Sent, errors
-from threed.config import load as load_config
-from threed.errors import InputError
-from threed.models.kernels import Attention, Moved, Product
+from threed.config.load import load as load_config
 from threed.planner import make_pipeline, make_plan
 from threed.prediction.hardware import Hardware, load
+from threed.spec.kernels import Attention, Moved, Product
 
 CPU = replace(load("cpu-core"), half_dim=6.0, launch_us=9.0, host_us=120.0, contention=0.4, node_us=80.0)
 GPU = replace(load("a100-sxm"), efficiency=0.6, memory_efficiency=0.7, attention_efficiency=0.4)

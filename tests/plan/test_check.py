@@ -8,8 +8,8 @@ from functools import cache
 
 import pytest
 
-from threed.config import load
-from threed.errors import PlanError
+from threed.base.errors import PlanError
+from threed.config.load import load
 from threed.planner import make_plan
 from threed.program.check import check_programs, describe
 from threed.program.effects import effects

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from threed import validate as subject
-from threed import values
-from threed.config import for_devices, known_keys, leaves_dp, load
-from threed.errors import ConfigError, InputError
+from threed.base.errors import ConfigError, InputError
+from threed.config import choices as values
+from threed.config import validate as subject
+from threed.config.load import for_devices, known_keys, leaves_dp, load
+from threed.config.validate import stage_runs, warnings
 from threed.models.families.registry import sizes
 from threed.models.tiling import cut_layers
 from threed.schema import Config, ParallelConfig
-from threed.validate import stage_runs, warnings
 
 ROOT = Path(__file__).parents[2]
 

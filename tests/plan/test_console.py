@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from threed import console
-from threed.console import Outlet, Record
+from threed.base import console
+from threed.base.console import Outlet, Record
 
 
 @pytest.fixture

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import yaml
 
-from threed import api
-from threed.config import known_keys, load
-from threed.doors import convert as subject
-from threed.doors.table import NO_KEY, NOTHING
-from threed.errors import InputError
+from threed.api import plans as api
+from threed.base.errors import InputError
+from threed.config.choices import get
+from threed.config.keys.table import NO_KEY, NOTHING
+from threed.config.load import known_keys, load
+from threed.config.synonyms import FRAMEWORKS, ours
+from threed.interop import convert as subject
 from threed.models.model import num_parameters
-from threed.synonyms import FRAMEWORKS, ours
-from threed.values import get
 
 
 def deepspeed(tmp_path: Path, values: dict[str, Any], *overrides: str, devices: int | None = None,

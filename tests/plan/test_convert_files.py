@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from threed.config import load
-from threed.doors import convert as subject
-from threed.errors import ConfigError, InputError
-from threed.quantity import whole_number
+from threed.base.errors import ConfigError, InputError
+from threed.base.quantity import whole_number
+from threed.config.load import load
+from threed.interop import convert as subject
 
 
 def deepspeed(tmp_path: Path, text: str, name: str = "ds.json", *overrides: str) -> subject.Converted:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from threed.checkpoint.differences import IN_ONE_LINE, NOT_COMPARED, changed_keys, notes
-from threed.config import known_keys, load
-from threed.optimizers.rate import learning_rate
+from threed.config.load import known_keys, load
+from threed.optim.rate import learning_rate
 from threed.schema import Config
 
 STEP = Path("runs/x/checkpoints/step-00000004")

@@ -15,15 +15,15 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.guides import blocks
-from threed.cli import app
-from threed.config import known_keys, load
-from threed.doors.deepspeed import DEEPSPEED
-from threed.doors.megatron import MEGATRON
-from threed.errors import ThreedError
-from threed.pipeline.orders import SCHEDULES
-from threed.prediction.bare import predict_bare
+from threed.base.errors import ThreedError
+from threed.cli.main import app
+from threed.config.keys.deepspeed import DEEPSPEED
+from threed.config.keys.megatron import MEGATRON
+from threed.config.load import known_keys, load
+from threed.config.synonyms import FRAMEWORKS
+from threed.prediction.schedule_only import predict_bare
+from threed.schedules.orders import SCHEDULES
 from threed.schema import Config
-from threed.synonyms import FRAMEWORKS
 
 ROOT = Path(__file__).parents[2]
 GUIDES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from threed.agents import run
-from threed.attend import Attendant
-from threed.environment import Place, place_of_environment, torchrun_variables
-from threed.errors import InputError
+from threed.base.errors import InputError
+from threed.comm.environment import Place, place_of_environment, torchrun_variables
+from threed.launcher.agents import run
+from threed.launcher.attend import Attendant
 from threed.torchrun import parse
 
 POD = {"MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456", "RANK": "1"}

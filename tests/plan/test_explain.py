@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 import threed
-from threed.api import explain
-from threed.cli import app
-from threed.errors import InputError
+from threed.api.plans import explain
+from threed.base.errors import InputError
+from threed.cli.main import app
 from threed.program.effects import effects
 from threed.program.instruction import BACKWARDS, MESSAGES, Op
 from threed.program.table import PHASES

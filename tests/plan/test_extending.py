@@ -13,8 +13,8 @@ import pytest
 import threed
 from tests.guides import EXTENDING, ROOT, added_pass, blocks, code
 from tests.plan.test_docs import run
-from threed.errors import ConfigError, PlanError
-from threed.optimizers.registry import OPTIMIZERS
+from threed.base.errors import ConfigError, PlanError
+from threed.optim.registry import OPTIMIZERS
 
 SCHEDULE = """
 from tests.guides import EXTENDING, add_schedule
@@ -23,8 +23,8 @@ from tests.plan.test_docs import run
 from tests.plan.test_extending import check_sessions
 check_sessions("schedule", run)
 import threed
-from threed.contract import Cell, axes
-from threed.errors import ConfigError
+from threed.config.contract import Cell, axes
+from threed.base.errors import ConfigError
 assert axes()["schedule"][-3:] == ("1f1b-eager", "auto", "file")
 for stage in range(4):
     config = threed.load("configs/toy.yaml", ["parallel.schedule=1f1b-eager", f"zero.stage={stage}"])
@@ -98,7 +98,7 @@ def test_optimizer(monkeypatch):
     """The guide's class is the one that threed ships, its row is enough, and its tests exist."""
     file, row = code("optimizer")
     shipped = (ROOT / "threed" / "optimizers" / "lion.py").read_text()
-    assert file + "\n" == shipped.replace("threed.optimizers.base", "threed.extend")
+    assert file + "\n" == shipped.replace("threed.optim.base", "threed.extend")
     monkeypatch.delitem(OPTIMIZERS, "lion")
     monkeypatch.setattr(threed, "train", lambda *given: plans.append(threed.plan(threed.load(*given))))
     scope, plans = {"threed": threed}, []

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 import threed
-from threed.errors import InputError
-from threed.mesh import GROUPS, GroupRow
+from threed.base.errors import InputError
+from threed.base.mesh import GROUPS, GroupRow
+from threed.features.zero.plan import Sums, reductions
+from threed.planner.auto import make_pipeline
 from threed.planner.facts import hand_overs
 from threed.planner.passes import stages_of
-from threed.planner.search import make_pipeline
 from threed.program.check import check
 from threed.program.table import Plan
-from threed.zero.plan import Sums, reductions
 
 
 def layer(name: str, reads: tuple[str, ...] = (), makes: tuple[str, ...] = ()) -> Any:

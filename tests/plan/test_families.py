@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import threed
-from threed.errors import ConfigError, InputError, line_of
+from threed.base.errors import ConfigError, InputError, line_of
 from threed.extend import F, Family, ModelConfig, family_of, gpt
 from threed.models.families.registry import FAMILIES
 
@@ -169,7 +169,7 @@ def test_sound_configurations(text, tmp_path, monkeypatch):
 
 def test_config_of_a_run(tmp_path, monkeypatch):
     """A key of the family's own, in the config of a run."""
-    from threed.planned import save_config
+    from threed.planner.from_config import save_config
 
     monkeypatch.chdir(ROOT)
     config = threed.load("configs/toy.yaml", [HANDING, "model.penalty=0.5", f"run.dir={tmp_path}"])

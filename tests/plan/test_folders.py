@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 import threed
-from threed import cli
-from threed.config import load
-from threed.errors import InputError
-from threed.folders import as_run, to_train
+from threed.base.errors import InputError
+from threed.cli import main as cli
+from threed.config.load import load
+from threed.monitor.folders import as_run, to_train
 
 
 @pytest.fixture

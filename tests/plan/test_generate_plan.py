@@ -7,8 +7,8 @@ import random
 import pytest
 
 import threed
-from threed.config import load
-from threed.errors import InputError, PlanError
+from threed.base.errors import InputError, PlanError
+from threed.config.load import load
 from threed.models.layers.head import Head
 from threed.planner import forward_plan, make_plan
 from threed.program.check import check

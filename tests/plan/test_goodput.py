@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from threed import marks
+from threed.base import marks
 from threed.monitor.goodput import DOWN, FILE, OVER, PARTS, Ledger, Mark, Spent, Stepped, account, read, spent
 
 BEGUN = [Mark(0, "start", True), Mark(2, "data"), Mark(5, "start"), Mark(6, "load"), Mark(8, "start"),
@@ -154,7 +154,7 @@ def test_marks(monkeypatch):
 
 def test_the_age_of_a_process():
     """From its start, in which Python reads its files."""
-    code = "import time; time.sleep(0.2)\nfrom threed.marks import age_s\nprint(age_s())"
+    code = "import time; time.sleep(0.2)\nfrom threed.base.marks import age_s\nprint(age_s())"
     begin = time.monotonic()
     age_s = float(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout)
     assert 0.2 <= age_s <= time.monotonic() - begin + 0.02  # the kernel counts in hundredths

@@ -7,13 +7,13 @@ from itertools import combinations
 import pytest
 
 from tests.harness import schedule_config, tiny
-from threed import api
-from threed.pipeline.orders import SCHEDULES
+from threed.api import plans as api
 from threed.planner import make_plan
 from threed.program.effects import effects
 from threed.program.graphs import graphs
 from threed.program.instruction import COMPUTE, PARAMETER_KINDS
 from threed.program.table import Plan
+from threed.schedules.orders import SCHEDULES
 
 
 def passes(plan: Plan, position: int) -> dict[tuple[int, int], tuple[int, int]]:

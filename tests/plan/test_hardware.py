@@ -8,17 +8,17 @@ import pytest
 
 import threed
 from tests.harness import tiny
-from threed.errors import InputError
-from threed.mesh import Mesh
-from threed.models.kernels import Attention, Moved, Product
+from threed.base.errors import InputError
+from threed.base.mesh import Mesh
 from threed.planner import make_pipeline, make_plan
 from threed.prediction import analytic
-from threed.prediction.beside import step, timed
+from threed.prediction.contention import step, timed
 from threed.prediction.hardware import Hardware, Place, load, names, places
 from threed.prediction.kernels import Prices, Travel
 from threed.program.instruction import COMPUTE, Instruction, Op
 from threed.program.order import plan_links
 from threed.program.walk import seconds_of
+from threed.spec.kernels import Attention, Moved, Product
 
 A100, CPU = load("a100-sxm"), load("cpu-core")
 

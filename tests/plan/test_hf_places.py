@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from threed.doors.hf.places import located, read, title_of, weight_files
-from threed.errors import InputError
+from threed.base.errors import InputError
+from threed.interop.hf.places import located, read, title_of, weight_files
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 1976163472\n"
 
@@ -48,7 +48,7 @@ def lacks(folder: Path, *words: str) -> None:
 
 
 def test_no_torch():
-    code = "import sys, threed.doors.hf.places; sys.exit('torch' in sys.modules)"
+    code = "import sys, threed.interop.hf.places; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
 
 

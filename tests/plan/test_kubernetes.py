@@ -7,8 +7,8 @@ from pathlib import Path
 
 import yaml
 
-from threed import config as configs
-from threed.environment import torchrun_variables
+from threed.comm.environment import torchrun_variables
+from threed.config import load as configs
 
 ROOT = Path(__file__).parents[2]
 

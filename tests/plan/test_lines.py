@@ -13,8 +13,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from threed.config import load
-from threed.errors import of_folder
+from threed.base.errors import of_folder
+from threed.config.load import load
 from threed.monitor import lines as subject
 from threed.monitor.lines import StepLines, cut
 from threed.monitor.log import Log

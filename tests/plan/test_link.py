@@ -13,7 +13,7 @@ from functools import cache
 import pytest
 
 from tests.plan.test_same_plans import CASES, SIZE
-from threed.config import load
+from threed.config.load import load
 from threed.planner import make_plan
 from threed.prediction.analytic import cost as analytic_cost
 from threed.prediction.hardware import Hardware

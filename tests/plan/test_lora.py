@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from threed.choosing.question import ask
-from threed.config import load
-from threed.errors import ConfigError, InputError
+from threed.base.errors import ConfigError, InputError
+from threed.config.load import load
+from threed.layout_search.request import ask
 from threed.models.layers.base import Part
 from threed.models.layers.block import Branch
 from threed.models.layers.mlp import Mlp
 from threed.models.model import adapters, model_flops, num_parameters, parameters
-from threed.models.spec import Parameter, Rows
 from threed.planner import make_plan, unit_costs
 from threed.program.effects import effects
 from threed.program.instruction import Instruction, Op
+from threed.spec.parameter import Parameter, Rows
 
 BASE = ["model.layers=2", "model.hidden=16", "model.heads=4", "model.vocab=64", "model.vocab_multiple=32",
         "model.seq_len=8", "parallel.dp=2"]

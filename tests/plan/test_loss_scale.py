@@ -8,8 +8,8 @@ import random
 
 import pytest
 
-from threed.config import load
-from threed.zero.scaler import LossScaler
+from threed.config.load import load
+from threed.optim.loss_scale import LossScaler
 
 
 def scaler(*overrides: str) -> LossScaler:

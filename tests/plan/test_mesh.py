@@ -6,7 +6,7 @@ from itertools import permutations, product
 
 import pytest
 
-from threed.mesh import AXES, GROUPS, Mesh
+from threed.base.mesh import AXES, GROUPS, Mesh
 
 MESHES = [Mesh(order, pp=pp, dp=dp, tp=tp) for pp, dp, tp in product((1, 2, 3, 4), (1, 2, 4), (1, 2, 3))
           for order in permutations(AXES)]

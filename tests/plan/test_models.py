@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from threed.config import load
-from threed.errors import ConfigError
+from threed.base.errors import ConfigError
+from threed.config.load import load
 from threed.models.families.registry import sizes
 from threed.models.model import layers, model_flops, parameters, tied_parameters
 

@@ -11,16 +11,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from threed.config import load
-from threed.errors import ConfigError
-from threed.offload.plan import homes
+from threed.base.errors import ConfigError
+from threed.base.quantity import ALIGNMENT, round_up
+from threed.config.load import load
+from threed.config.validate import validate
+from threed.features.offload.plan import homes
 from threed.planner import make_plan
 from threed.program.buffers import buffers, lowered
 from threed.program.effects import effects
 from threed.program.instruction import Instruction, Op, Tier
 from threed.program.summary import stages
 from threed.program.table import Plan, Table
-from threed.quantity import ALIGNMENT, round_up
 from threed.schema import (
     Config,
     ModelConfig,
@@ -30,7 +31,6 @@ from threed.schema import (
     TrainConfig,
     ZeroConfig,
 )
-from threed.validate import validate
 
 BASE = ["model.layers=6", "model.hidden=16", "model.heads=4", "model.vocab=64", "model.vocab_multiple=32",
         "model.seq_len=8"]

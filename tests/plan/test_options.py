@@ -9,13 +9,14 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from threed import cli, options
-from threed.config import for_devices
-from threed.errors import InputError
+from threed.base.errors import InputError
+from threed.base.quantity import parse_count, parse_parameters
+from threed.base.shipped import find_file
+from threed.cli import main as cli
+from threed.cli import options
+from threed.config.load import for_devices
 from threed.prediction.hardware import load as hardware
 from threed.prediction.verb import parse_tokens
-from threed.quantity import parse_count, parse_parameters
-from threed.shipped import find_file
 
 TOY, OPEN = "configs/toy.yaml", "configs/llama3-8b.yaml"
 EIGHT = "parallel.tp=4", "parallel.pp=2"

@@ -9,18 +9,18 @@ from textwrap import indent
 import pytest
 
 from threed import show
-from threed.config import load
-from threed.errors import InputError, PlanError
-from threed.pipeline import orders
-from threed.pipeline.orders import SCHEDULES, Task, can_run, gpipe, one_f_one_b
-from threed.pipeline.plan import communicate, expand
-from threed.pipeline.timed import Times, play
+from threed.base.errors import InputError, PlanError
+from threed.config.load import load
+from threed.features.pipeline.plan import communicate, expand
 from threed.planner import make_plan, make_table
-from threed.prediction.bare import predict_bare
+from threed.prediction.schedule_only import predict_bare
 from threed.program.instruction import Op
 from threed.program.link import link, memory
 from threed.program.show import grid, legend, timeline, unit_cost
 from threed.program.walk import Mode, walk
+from threed.schedules import orders
+from threed.schedules.orders import SCHEDULES, Task, can_run, gpipe, one_f_one_b
+from threed.schedules.timed import Times, play
 
 UNIT = {"f": 1.0, "b": 1.0, "w": 1.0, "comm": 0.0}
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -193,7 +193,7 @@ def test_golden(name):
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "zb-h2"])
 def test_pictures_of_the_source(schedule):
-    """The pictures at the top of pipeline/orders.py are those that the programs give."""
+    """The pictures at the top of schedules/orders.py are those that the programs give."""
     assert indent(grid(plan_of(schedule, 3, 4)), "    ") + "\n" in (orders.__doc__ or "")
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from threed import shipped
-from threed.errors import InputError
+from threed.base import shipped
+from threed.base.errors import InputError
 
 ROOT = Path(__file__).parents[2]
 REQUIREMENT = re.compile(r"^([A-Za-z0-9._-]+)==([^;\s]+)", re.MULTILINE)

@@ -10,14 +10,14 @@ import numpy
 import pytest
 
 import threed
-from threed.cli import app
-from threed.errors import InputError
+from threed.base.errors import InputError
+from threed.cli.main import app
+from threed.html_report import content as contents
+from threed.html_report import figures, html, timelines
+from threed.html_report.content import Content, thin
+from threed.html_report.drawing import byte_unit, time_unit
+from threed.html_report.verb import content
 from threed.monitor.attribute import CAUSES
-from threed.page import content as contents
-from threed.page import figures, html, timelines
-from threed.page.content import Content, thin
-from threed.page.drawing import byte_unit, time_unit
-from threed.page.verb import content
 from threed.prediction.report import show
 from threed.program.instruction import COMPUTE, Op
 from threed.program.order import plan_links

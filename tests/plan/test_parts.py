@@ -7,16 +7,17 @@ from dataclasses import replace
 
 import pytest
 
-from threed.choosing.fast import Fast
-from threed.choosing.layout import Layout, config_of
-from threed.config import load
-from threed.errors import ConfigError, PlanError
-from threed.models.spec import Outflow
-from threed.pipeline import parts
-from threed.pipeline.parts import cut, in_parts
+from threed.base.errors import ConfigError, PlanError
+from threed.base.quantity import ring
+from threed.config.load import load
+from threed.config.validate import warnings
+from threed.features.pipeline import parts
+from threed.features.pipeline.parts import cut, in_parts
+from threed.layout_search.estimator import Fast
+from threed.layout_search.layout import Layout, config_of
 from threed.planner import make_plan
 from threed.prediction.analytic import cost
-from threed.prediction.beside import step
+from threed.prediction.contention import step
 from threed.prediction.hardware import Hardware, Place
 from threed.prediction.kernels import Prices, Travel
 from threed.program.check import check_programs
@@ -24,9 +25,8 @@ from threed.program.entries import WHOLE_MESSAGES, MessageSettings
 from threed.program.instruction import COMPUTE, MESSAGES, PARTS, WHOLES, Instruction, Op, Slot
 from threed.program.summary import stages
 from threed.program.table import Plan
-from threed.quantity import ring
 from threed.schema import Config
-from threed.validate import warnings
+from threed.spec.parameter import Outflow
 
 ON, OFF = "parallel.split_messages=on", "parallel.split_messages=off"
 # A message of 1 MiB.

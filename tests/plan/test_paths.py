@@ -8,12 +8,12 @@ from typing import Annotated, get_args, get_origin, get_type_hints
 
 import pytest
 
-from threed import config as configs
-from threed import paths
-from threed.config import known_keys, load
-from threed.errors import ConfigError, InputError
+from threed.base import paths
+from threed.base.errors import ConfigError, InputError
+from threed.config import load as configs
+from threed.config.choices import get
+from threed.config.load import known_keys, load
 from threed.schema import Config
-from threed.values import get
 
 HOME = os.path.expanduser("~")
 # key -> a value with a place for a path, and other keys that it needs
@@ -124,7 +124,7 @@ def test_arguments_of_commands():
 
 
 def test_every_option_that_takes_a_path():
-    from threed.cli import app
+    from threed.cli.main import app
 
     for command in app.registered_commands:
         for name, hint in get_type_hints(command.callback, include_extras=True).items():

@@ -8,16 +8,16 @@ import pytest
 from typer.testing import CliRunner
 
 import threed
-from threed import cli
-from threed.choosing import verb as searching
-from threed.page import verb as pages
+from threed.base.quantity import show_bytes
+from threed.cli import main as cli
+from threed.cli.runs import _fits
+from threed.html_report import verb as pages
+from threed.layout_search import verb as searching
 from threed.prediction.advise import measure
 from threed.prediction.hardware import Hardware
 from threed.prediction.peak import communicators, fullest, peaks, show, too_much
 from threed.prediction.report import show as show_report
 from threed.prediction.transient import Transient
-from threed.quantity import show_bytes
-from threed.verbs import _fits
 
 TOY, H100 = "configs/toy.yaml", Hardware.parse("h100-sxm")
 GPU = "run.device=auto"  # the toy itself is for processors

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from threed.pool import Pool
+from threed.tensor.pool import Pool
 
 
 @pytest.mark.parametrize("for_disk", [False, True])

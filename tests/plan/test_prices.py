@@ -7,20 +7,20 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from threed import contract
-from threed.cli import app
-from threed.config import load
-from threed.errors import ConfigError, InputError
+from threed.base.errors import ConfigError, InputError
+from threed.cli.main import app
+from threed.config import contract
+from threed.config.load import load
 from threed.planner import make_plan
 from threed.prediction.advise import advise, measure
 from threed.prediction.analytic import cost as analytic_cost
-from threed.prediction.beside import Priced
+from threed.prediction.contention import Priced
 from threed.prediction.hardware import Hardware
 from threed.prediction.memory import of_config
 from threed.prediction.report import report
-from threed.prediction.simulate import predict
 from threed.prediction.transient import Transient
 from threed.program.instruction import COMPUTE, Op
+from threed.program.simulate import predict
 
 GB = 1e9
 

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from threed.config import load
-from threed.errors import ConfigError
+from threed.base.errors import ConfigError
+from threed.config.load import load
+from threed.config.validate import stage_runs, validate
 from threed.planner import make_plan
 from threed.program.check import check
 from threed.program.instruction import COMPUTE, Op
@@ -27,7 +28,6 @@ from threed.schema import (
     TrainConfig,
     ZeroConfig,
 )
-from threed.validate import stage_runs, validate
 
 
 def draw(rng: random.Random) -> Config:
@@ -112,7 +112,7 @@ def test_digest():
 
 def test_digest_does_not_depend_on_the_process():
     """A digest that depends on hash seeds: every run would stop at the first step."""
-    code = ("from threed.config import load; from threed.planner import make_plan; "
+    code = ("from threed.config.load import load; from threed.planner import make_plan; "
             "print(make_plan(load(None, ['parallel.pp=4', 'train.eval_every=1'])).digest)")
     digests = {run(code, PYTHONHASHSEED=seed) for seed in ("1", "2")}
     assert digests == {make_plan(load(None, ["parallel.pp=4", "train.eval_every=1"])).digest}
@@ -155,7 +155,7 @@ def test_large_mesh_without_torch():
     """`check` and `show` of 4096 ranks on a laptop: seconds, and no import of torch."""
     code = """if True:
         import sys, time
-        from threed.config import load
+        from threed.config.load import load
         from threed.planner import make_plan
         begin = time.monotonic()
         config = load(None, ["model.name=gpt3-175b", "parallel.dp=32", "parallel.tp=8", "parallel.pp=16",

@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from threed.errors import InputError
-from threed.rendezvous import interface, interface_variables, is_here, is_loopback, plain, route
+from threed.base.errors import InputError
+from threed.comm.rendezvous import interface, interface_variables, is_here, is_loopback, plain, route
 
 
 def test_addresses():

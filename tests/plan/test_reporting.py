@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from threed import callbacks
-from threed.callbacks import Reporting
+from threed.training import callbacks
+from threed.training.callbacks import Reporting
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from threed.restart import LONGEST_WAIT_S, Failure, Restarts, Steps
+from threed.base.restart import LONGEST_WAIT_S, Failure, Restarts, Steps
 
 
 def fails(step: int, cause: str | None = None, status: int = 1) -> Failure:
@@ -59,7 +59,7 @@ def test_steps():
 def test_an_answer_to_a_request_to_stop(monkeypatch):
     """It says which step is under way, since when, and how long one takes: as predicted, then as measured."""
     now = 100.0
-    monkeypatch.setattr("threed.restart.time.monotonic", lambda: now)
+    monkeypatch.setattr("threed.base.restart.time.monotonic", lambda: now)
     pace = Steps(1).of(0)
     once_more = "; once more to stop now, without "
     assert pace.answer() == f"stopping after the first step, which has not begun{once_more}a checkpoint"

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from threed import cli
-from threed.config import load
-from threed.errors import InputError
+from threed.base.errors import InputError
+from threed.cli import main as cli
+from threed.config.load import load
 from threed.monitor import runs, state
-from threed.planned import save_config
+from threed.planner.from_config import save_config
 
 ROOT = Path(__file__).parents[2]
 

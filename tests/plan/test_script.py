@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from threed.doors import convert as subject
-from threed.doors.launchers import ranks, split
-from threed.doors.shell.opaque import hide, show
-from threed.doors.shell.programs import output
-from threed.doors.shell.walk import Walk
-from threed.errors import InputError
+from threed.base.errors import InputError
+from threed.interop import convert as subject
+from threed.interop.launchers import ranks, split
+from threed.interop.shell.opaque import hide, show
+from threed.interop.shell.programs import output
+from threed.interop.shell.walk import Walk
 
 BASH = shutil.which("bash")
 RUN = 'run() { printf "%s\\0" "$@"; printf "\\n\\0"; }\n'  # prints its words

@@ -9,17 +9,17 @@ from typer.testing import CliRunner
 
 import threed
 from tests.layouts import compared
-from threed.choosing.fast import Fast
-from threed.choosing.layout import KEYS, Layout, changes, config_of
-from threed.choosing.question import ask
-from threed.choosing.search import Search, helps
-from threed.choosing.space import NEEDLESS, NO_BATCH, NO_MEMORY, NO_SHAPE, SLOWER
-from threed.choosing.stream import few
-from threed.choosing.verb import show
-from threed.cli import app
-from threed.errors import ConfigError, InputError
-from threed.pipeline.orders import SCHEDULES
+from threed.base.errors import ConfigError, InputError
+from threed.cli.main import app
+from threed.layout_search.estimator import Fast
+from threed.layout_search.layout import KEYS, Layout, changes, config_of
+from threed.layout_search.request import ask
+from threed.layout_search.search import Search, helps
+from threed.layout_search.space import NEEDLESS, NO_BATCH, NO_MEMORY, NO_SHAPE, SLOWER
+from threed.layout_search.stream import few
+from threed.layout_search.verb import show
 from threed.prediction.hardware import Hardware
+from threed.schedules.orders import SCHEDULES
 
 TOY = "configs/toy.yaml"
 H100 = Hardware.parse("h100-sxm")
@@ -51,7 +51,7 @@ def test_many_microbatches(name, often, monkeypatch):
                     stage=2 if often else 1, reduce_every=1 if often else None, policy="full")
     quick = Fast(base, H100).priced(layout).estimate().step_s
     for module in ("rhythm", "stream"):
-        monkeypatch.setattr(f"threed.choosing.{module}.few", lambda name, p, m: m)
+        monkeypatch.setattr(f"threed.layout_search.{module}.few", lambda name, p, m: m)
     assert few(name, 3, 23) < 23
     assert quick == pytest.approx(Fast(base, H100).priced(layout).estimate().step_s, rel=0.01)
 
@@ -94,7 +94,7 @@ def test_model_and_batch_stay():
     keys = {*KEYS.values()}
     for found in result.found[:30]:
         layout, config = found.layout, asked.config(found.layout)
-        assert layout.tp * layout.pp * layout.dp == 4 and not threed.config.validate(config)
+        assert layout.tp * layout.pp * layout.dp == 4 and not threed.config.load.validate(config)
         assert {*changes(config, asked.base)} <= keys
     assert asked.base.model.layers == 6 and asked.base.precision.dtype == "bf16"
 
@@ -159,7 +159,7 @@ def test_tiles():
         asked, result = searched(8, *large, memory=memory)
         assert {found.layout.tile_linears for found in result.found} == wanted, memory
         best = asked.config(result.found[0].layout)
-        assert not threed.config.validate(best) and best.model.tile_linears in wanted
+        assert not threed.config.load.validate(best) and best.model.tile_linears in wanted
     asked, result = searched(8, *large, "model.tile_linears=null", memory=0.99 * whole)
     assert not result.found and result.nearest is not None
 

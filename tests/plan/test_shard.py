@@ -7,10 +7,10 @@ from itertools import product
 
 import pytest
 
-from threed.config import load
+from threed.config.load import load
+from threed.features.zero.shard import ALIGNMENT, layout
 from threed.models.model import layers, tied_parameters
 from threed.planner import layouts
-from threed.zero.shard import ALIGNMENT, layout
 
 MODELS = [["model.name=gpt2-small"], ["model.name=llama3-8b"],
           ["model.position=learned", "model.tie_embeddings=false"], ["model.qk_norm=true"]]

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from threed.config import load
-from threed.errors import PlanError
+from threed.base.errors import PlanError
+from threed.config.load import load
 from threed.planner import make_plan
 from threed.prediction.analytic import cost as analytic_cost
 from threed.prediction.hardware import Hardware

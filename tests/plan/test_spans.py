@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from threed.mesh import Coordinate
+from threed.base.mesh import Coordinate
 from threed.monitor.timeline import chrome, spans
 from threed.monitor.traces import RankTrace, RunTrace
 from threed.program.instruction import Instruction, Op

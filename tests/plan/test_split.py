@@ -7,11 +7,11 @@ from itertools import accumulate, combinations
 
 import pytest
 
-from threed.config import load
+from threed.config.load import load
+from threed.config.validate import stage_runs
 from threed.models.tiling import unit_layers
-from threed.pipeline.split import split_stages, split_units
 from threed.planner import make_table
-from threed.validate import stage_runs
+from threed.schedules.split import split_stages, split_units
 
 
 def stage_costs(costs: list[float], sizes: list[int]) -> list[float]:

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from threed.config import load
-from threed.errors import InputError
+from threed.base.errors import InputError
+from threed.base.quantity import many, parse_seconds, show_left_s
+from threed.config.load import load
 from threed.monitor.stepline import Parts, waiting
-from threed.quantity import many, parse_seconds, show_left_s
 
 METRICS = {"train/loss": 5.6477, "train/grad_norm": 0.95, "train/lr": 2.1e-3, "perf/step_s": 1.61,
            "perf/tokens_per_s": 2544.0, "pipeline/bubble_measured": 0.25, "pipeline/bubble_predicted": 0.21,
@@ -95,7 +95,7 @@ def test_the_size_of_a_model():
 
 def test_a_long_step_is_predicted():
     """As `threed predict` does, for the hardware that the device is most like; a short one is not."""
-    from threed import api
+    from threed.api import plans as api
     from threed.monitor.opening import predicted_s, step_line
 
     cpu: Any = SimpleNamespace(type="cpu")
@@ -114,7 +114,8 @@ def test_a_long_step_is_predicted():
     ("train", {"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE")])
 def test_openmp_sleeps(command, given, expected):
     """In each process that computes, before torch is imported; a person's own value wins."""
-    code = ("import os, sys; sys.argv = ['threed', sys.argv[1]]; from threed.early import begin; begin(); "
+    code = ("import os, sys; sys.argv = ['threed', sys.argv[1]]\n"
+            "from threed.base.signals import begin; begin()\n"
             "assert 'torch' not in sys.modules; print(os.environ.get('OMP_WAIT_POLICY'))")
     env = {"PATH": "/usr/bin:/bin", **given}
     done = subprocess.run([sys.executable, "-c", code, command], capture_output=True, text=True, env=env)

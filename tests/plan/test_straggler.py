@@ -7,7 +7,7 @@ from itertools import permutations
 import pytest
 import torch
 
-from threed.mesh import Mesh
+from threed.base.mesh import Mesh
 from threed.monitor.straggler import STEPS, Stragglers, by_place
 
 MESH = Mesh(pp=2, dp=3, tp=2)

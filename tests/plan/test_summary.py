@@ -5,8 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from threed.callbacks import Logging
 from threed.monitor.goodput import Ledger
+from threed.training.callbacks import Logging
 
 
 def test_numbers_are_of_the_same_steps():

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from threed import api
-from threed.config import load
+from threed.api import plans as api
+from threed.base.texttable import render, wrapped
+from threed.config.load import load
 from threed.prediction import report
-from threed.texttable import render, wrapped
 
 HEAD = ("a rank of", "parameters", "sends pp")
 

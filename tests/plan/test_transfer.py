@@ -6,16 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from threed.config import load
-from threed.errors import InputError
-from threed.planned import save_config
+from threed.base.errors import InputError
+from threed.config.load import load
 from threed.planner import make_plan
+from threed.planner.from_config import save_config
 from threed.prediction.analytic import cost as analytic_cost
-from threed.prediction.cost import save_costs
 from threed.prediction.hardware import Hardware
 from threed.prediction.hardware import load as load_hardware
 from threed.prediction.transfer import transferred
 from threed.prediction.verb import predict, priced
+from threed.program.costs import save_costs
 from threed.program.instruction import COMPUTE, Op
 from threed.program.table import Plan
 

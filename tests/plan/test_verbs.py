@@ -11,13 +11,15 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from threed import api, cli, verbs
-from threed.config import load
-from threed.doors import init
-from threed.errors import InputError
+from threed.api import plans as api
+from threed.base.errors import InputError
+from threed.base.quantity import parse_count, parse_memory, show_count, show_left
+from threed.cli import main as cli
+from threed.cli import runs as verbs
+from threed.config.load import load
+from threed.interop import init
 from threed.planner import make_plan
 from threed.program.show import grid
-from threed.quantity import parse_count, parse_memory, show_count, show_left
 
 ROOT = Path(__file__).parents[2]
 
@@ -135,9 +137,10 @@ def test_completion():
 def test_training_does_not_wait_for_doors():
     """What `convert`, `init` and `runs` need, and the tables of other frameworks, are imported when asked
     for."""
-    code = ("import sys, threed.cli, threed.config\n"
-            "threed.config.load('configs/toy.yaml')\n"
-            "late = [name for name in sys.modules if name.startswith(('threed.doors', 'threed.synonyms'))]\n"
+    code = ("import sys, threed.cli.main, threed.config.load\n"
+            "threed.config.load.load('configs/toy.yaml')\n"
+            "late = [name for name in sys.modules\n"
+            "        if name.startswith(('threed.interop', 'threed.config.keys', 'threed.config.syn'))]\n"
             "assert not late, late")
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -187,7 +190,7 @@ def test_every_command_ends_its_help_with_an_example():
 
 def test_progress(monkeypatch):
     """A line a second, with the time that is left at the pace so far; none where all is done."""
-    from threed import progress as subject
+    from threed.base import progress as subject
 
     now, lines = iter([0.0, 0.5, 1.5, 2.0, 4.0, 9.0]), []
     monkeypatch.setattr(subject.time, "perf_counter", lambda: next(now))

@@ -7,14 +7,14 @@ import tempfile
 
 import pytest
 
-from threed.cli import app
-from threed.config import load
-from threed.errors import PlanError
+from threed.base.errors import PlanError
+from threed.cli.main import app
+from threed.config.load import load
+from threed.config.validate import warnings
 from threed.planner import make_plan
 from threed.program.check import check_programs
 from threed.program.instruction import COMPUTE, Instruction, Op
 from threed.program.table import Plan
-from threed.validate import warnings
 
 BASE = ["model.layers=4", "parallel.pp=2", "parallel.dp=2", "train.global_batch_size=6",
         "parallel.stage_units=[3,3]"]

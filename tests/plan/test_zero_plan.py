@@ -12,15 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from threed.config import load
+from threed.config.load import load
+from threed.config.validate import validate
+from threed.features.zero.plan import window as insert
 from threed.planner import make_plan
 from threed.program.buffers import buffers
 from threed.program.effects import effects
 from threed.program.instruction import COMPUTE, Instruction, Op, Slot
 from threed.program.table import Plan, Table
 from threed.schema import Config, ModelConfig, ParallelConfig, TrainConfig, ZeroConfig
-from threed.validate import validate
-from threed.zero.plan import window as insert
 
 BASE = ["model.layers=6", "model.hidden=16", "model.heads=4", "model.vocab=64", "model.vocab_multiple=32",
         "model.seq_len=8"]

@@ -27,8 +27,7 @@ import pytest
 from tests.data.files import word_level
 from tests.harness import loopback, tiny
 from tests.running import Run, metrics
-from threed.callbacks import Writing
-from threed.comm import Comm
+from threed.comm.group import Comm
 from threed.data.mix import open_splits
 from threed.data.tokens import prepare
 from threed.engine.engine import Engine
@@ -38,6 +37,7 @@ from threed.monitor.loggers.wandb import Wandb, is_off
 from threed.planner import make_mesh, make_plan
 from threed.program.buffers import buffers
 from threed.schema import Config
+from threed.training.callbacks import Writing
 
 # ---------------------------------------------------------------- what is looked at
 

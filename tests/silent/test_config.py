@@ -13,25 +13,25 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import threed.launcher  # noqa: F401  (imported before the runs fork)
+import threed.launcher.local  # noqa: F401  (imported before the runs fork)
 from tests.data.files import word_level
 from tests.harness import SETTINGS, batches, loopback, same_bits, tiny
 from tests.plan.test_silent_faults import ROOT, functions, kept_out
 from tests.reference import learning_rate
 from tests.running import Run, metrics
 from tests.silent.keys import KEYS, LOOKED_AT, OUTPUT, SHOWN_BY, config_of, outputs
-from threed.comm import Comm
-from threed.config import known_keys
+from threed.base.errors import InputError, ThreedError
+from threed.comm.environment import place_of_environment
+from threed.comm.group import Comm
+from threed.comm.rendezvous import FAILURE, interface_variables, meet
+from threed.config.load import known_keys
 from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
-from threed.environment import place_of_environment
-from threed.errors import InputError, ThreedError
+from threed.features.zero.run import ZeroRun
+from threed.optim import step as optimizer
 from threed.planner import make_mesh, make_plan
 from threed.program.instruction import Op
-from threed.rendezvous import FAILURE, interface_variables, meet
 from threed.schema import OptimizerConfig
-from threed.zero import optimizer
-from threed.zero.run import ZeroRun
 
 SMALL = ["model.layers=2", "model.hidden=16", "model.heads=4", "model.seq_len=8", "model.vocab=30",
          "model.vocab_multiple=16"]

@@ -20,19 +20,19 @@ from tests.reference import Data, Reference, tokens_of
 from threed.checkpoint.lineage import Lineage
 from threed.checkpoint.load import resume
 from threed.checkpoint.save import Saver
-from threed.comm import Comm, initialized
+from threed.comm.group import Comm, initialized
 from threed.data.samples import Sample, Split
 from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
+from threed.features.zero.state import UnitState
 from threed.models.model import parameters
-from threed.models.spec import NOT_COUNTED
-from threed.pipeline.orders import SCHEDULES
 from threed.planner import make_mesh, make_plan
+from threed.schedules.orders import SCHEDULES
 from threed.schema import Config
+from threed.spec.parameter import NOT_COUNTED
 from threed.tensor.context import Batch
 from threed.tensor.random import initial_values
-from threed.trainer import mean_loss
-from threed.zero.state import UnitState
+from threed.training.trainer import mean_loss
 
 pytestmark = pytest.mark.usefixtures("one_core")
 

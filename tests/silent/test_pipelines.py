@@ -24,22 +24,22 @@ from tests.loopback.test_checkpoint import COUNTERS, named
 from tests.loopback.test_memory import reach, tensors
 from tests.reference import Result
 from tests.silent.test_gradients import SMALL, schedule
+from threed.base.errors import InputError, RunError
 from threed.checkpoint.lineage import Lineage
 from threed.checkpoint.load import resume
 from threed.checkpoint.save import Saver
-from threed.comm import Comm, ProcessComm, file_store
+from threed.comm.group import Comm, ProcessComm, file_store
+from threed.data.sampling import Sampling
 from threed.engine.engine import Engine
 from threed.engine.loopback import ThreadChannel, ThreadGroup, channel_pairs, run_loopback
-from threed.errors import InputError, RunError
-from threed.generation import Writer
-from threed.pipeline.orders import SCHEDULES
 from threed.planner import make_mesh, make_plan
 from threed.prediction.hardware import Hardware
 from threed.prediction.peak import communicators
 from threed.program.summary import stages
-from threed.sampling import Sampling
+from threed.schedules.orders import SCHEDULES
 from threed.schema import Config
-from threed.trainer import mean_loss
+from threed.training.generation import Writer
+from threed.training.trainer import mean_loss
 
 pytestmark = pytest.mark.usefixtures("one_core")
 

@@ -21,7 +21,7 @@ import pytest
 import torch
 from allpairspy import AllPairs
 
-import threed.launcher  # noqa: F401  (imported before the runs fork)
+import threed.launcher.local  # noqa: F401  (imported before the runs fork)
 from tests import harness
 from tests.harness import SETTINGS, Ranks, batches, drive, same_bits, tiny
 from tests.loopback.test_checkpoint import (
@@ -41,14 +41,14 @@ from threed.checkpoint.lineage import Lineage
 from threed.checkpoint.load import resume
 from threed.checkpoint.read import Reader
 from threed.checkpoint.save import Saver, Stage, tidy
-from threed.comm import Comm
-from threed.config import load
-from threed.doors.hf.importing import import_model
+from threed.comm.group import Comm
+from threed.config.load import load
 from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
+from threed.interop.hf.importing import import_model
 from threed.models.model import parameters
-from threed.optimizers.rate import learning_rate
-from threed.optimizers.registry import OPTIMIZERS
+from threed.optim.rate import learning_rate
+from threed.optim.registry import OPTIMIZERS
 from threed.planner import make_mesh, make_plan
 from threed.schema import Config
 

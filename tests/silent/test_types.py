@@ -26,9 +26,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.harness import tiny
-from threed.comm import Group
-from threed.lanes import Handle
-from threed.mesh import GROUPS
+from threed.base.mesh import GROUPS
+from threed.comm.group import Group
+from threed.comm.lanes import Handle
+from threed.features.zero.shard import layout
 from threed.models.layers.base import Out
 from threed.models.model import layers, parameters
 from threed.schema import Config
@@ -36,7 +37,6 @@ from threed.tensor import documents, fused, softmax
 from threed.tensor import layers as subject
 from threed.tensor.context import Batch, Context
 from threed.tensor.documents import Documents
-from threed.zero.shard import layout
 
 MODELS: dict[str, list[str]] = {
     "gpt": ["model.position=learned"],

@@ -9,14 +9,14 @@ import torch.nn.functional as F
 from threed.calibration.clock import Clock
 from threed.calibration.grid import Grid
 from threed.calibration.points import Computed
-from threed.lanes import copy
-from threed.models.kernels import Attention, Kernel, Moved, Product
-from threed.offload.tiers import Disk
-from threed.optimizers.base import Update, View
-from threed.optimizers.registry import OPTIMIZERS
-from threed.pool import aligned
+from threed.comm.lanes import copy
+from threed.optim import step as optimizer
+from threed.optim.base import Update, View
+from threed.optim.registry import OPTIMIZERS
 from threed.schema import OptimizerConfig
-from threed.zero import optimizer
+from threed.spec.kernels import Attention, Kernel, Moved, Product
+from threed.tensor.disk import Disk
+from threed.tensor.pool import aligned
 
 LAUNCHES = 1000
 

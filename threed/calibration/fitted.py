@@ -11,10 +11,10 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from statistics import fmean
 
+from threed.base.quantity import many
 from threed.calibration.points import UNITS, Computed, Measured, Point, errors, fit
-from threed.models.kernels import Moved
 from threed.prediction.hardware import OF_CPUS, Hardware, load, names
-from threed.quantity import many
+from threed.spec.kernels import Moved
 
 NARROW = "products in 16 bits"
 LEAST = 1e-6  # a number of a fit below this is 0

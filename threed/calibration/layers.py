@@ -12,7 +12,7 @@ import torch
 from threed.calibration.clock import typical
 from threed.calibration.grid import Grid
 from threed.calibration.points import UNITS, Computed
-from threed.config import load
+from threed.config.load import load
 from threed.engine.engine import Engine
 from threed.engine.loopback import ThreadComm, World
 from threed.planner import make_mesh, make_pipeline, make_plan

@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from threed.base.quantity import round_up, show_bytes
 from threed.calibration.clock import LEAST, MOST, Clock, typical
 from threed.calibration.grid import Grid
 from threed.calibration.points import Sent
-from threed.comm import Comm, Group
-from threed.lanes import Lane, StreamLane, ThreadLane
-from threed.quantity import round_up, show_bytes
+from threed.comm.group import Comm, Group
+from threed.comm.lanes import Lane, StreamLane, ThreadLane
 
 CHANNELS = ((0, 1, "act"), (1, 0, "grad"))
 BETWEEN = 320  # rows of the square matrices that are multiplied between two collectives of a CPU

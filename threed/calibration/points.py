@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import NamedTuple
 
-from threed.models.kernels import Kernel
 from threed.prediction.hardware import SHARES, Hardware, Place
 from threed.prediction.kernels import Prices, Travel
+from threed.spec.kernels import Kernel
 
 UNITS = "units"
 FINEST = 1.003  # a search ends when its factors are nearer to 1

@@ -9,18 +9,18 @@ from typing import Any
 
 import torch
 
+from threed.base.errors import ThreedError
+from threed.base.mesh import Mesh
+from threed.base.quantity import many
 from threed.calibration.compute import Compute
 from threed.calibration.fitted import Machine
 from threed.calibration.grid import Grid
 from threed.calibration.layers import layers
 from threed.calibration.links import CHANNELS, Links
 from threed.calibration.points import Measured
-from threed.comm import ProcessComm, file_store
+from threed.comm.group import ProcessComm, file_store
 from threed.engine.device import set_up
 from threed.engine.gpu import stay_beside
-from threed.errors import ThreedError
-from threed.mesh import Mesh
-from threed.quantity import many
 from threed.schema import Config
 
 TIMEOUT_S = 120.0

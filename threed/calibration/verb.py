@@ -10,16 +10,16 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+from threed.base.errors import InputError, RunError
+from threed.base.quantity import show_bytes
 from threed.calibration.fitted import Machine, fitted, text
 from threed.calibration.grid import Grid, grid
 from threed.calibration.points import Measured, Point
 from threed.calibration.rank import Task, measure
-from threed.children import CONTEXT, be_rank, end_all, signals_wait, start
-from threed.errors import InputError, RunError
-from threed.launcher import local_world_size
-from threed.prediction.cost import write_whole
+from threed.launcher.local import local_world_size
+from threed.launcher.processes import CONTEXT, be_rank, end_all, signals_wait, start
 from threed.prediction.hardware import Hardware
-from threed.quantity import show_bytes
+from threed.program.costs import write_whole
 
 MOST_RANKS = 8  # of a CPU, unless asked for more
 

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from threed.zero.shard import Layout
+from threed.features.zero.shard import Layout
 
 
 @dataclass(frozen=True)

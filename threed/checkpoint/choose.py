@@ -14,7 +14,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from threed.address import is_store
+from threed.base.address import is_store
+from threed.base.errors import InputError, RunError
 from threed.checkpoint import differences, provenance
 from threed.checkpoint.copy import fetch
 from threed.checkpoint.format import (
@@ -28,8 +29,7 @@ from threed.checkpoint.format import (
     weights_only,
 )
 from threed.checkpoint.lineage import Lineage, owner, read_latest, write_latest
-from threed.errors import InputError, RunError
-from threed.optimizers.registry import OPTIMIZERS
+from threed.optim.registry import OPTIMIZERS
 from threed.schema import Config, ModelConfig
 
 

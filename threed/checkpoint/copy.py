@@ -26,6 +26,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from threed.base.errors import InputError
+from threed.base.quantity import show_bytes, show_seconds
 from threed.checkpoint.format import (
     INDEX,
     LATEST,
@@ -40,8 +42,6 @@ from threed.checkpoint.format import (
 from threed.checkpoint.lineage import Lineage, text_of_latest
 from threed.checkpoint.place import Store, check_source, reason, step_of_copy
 from threed.checkpoint.write import Parts, check
-from threed.errors import InputError
-from threed.quantity import show_bytes, show_seconds
 
 ASIDE = ".fetched.tmp"  # `save.tidy` removes what a killed run leaves
 

@@ -12,9 +12,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from threed.mesh import AXES
-from threed.optimizers.rate import learning_rate
-from threed.optimizers.registry import OPTIMIZERS
+from threed.base.mesh import AXES
+from threed.optim.rate import learning_rate
+from threed.optim.registry import OPTIMIZERS
 from threed.schema import Config, OptimizerConfig
 
 _BESIDE = "what is measured, written or shown beside the training"

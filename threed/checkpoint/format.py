@@ -33,7 +33,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from threed.errors import InputError
+from threed.base.errors import InputError
 from threed.schema import Config
 
 FORMAT = 2

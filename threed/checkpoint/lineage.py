@@ -18,10 +18,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from threed import environment
-from threed.address import is_store
+from threed.base.address import is_store
+from threed.base.errors import InputError
 from threed.checkpoint.format import LATEST, checkpoints, folder, is_name, replace_text, step_of, sync, unseal
-from threed.errors import InputError
+from threed.comm import environment
 from threed.schema import Config
 
 

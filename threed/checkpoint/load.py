@@ -24,19 +24,19 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from threed.base.errors import InputError, RunError
+from threed.base.mesh import axes_of
+from threed.base.quantity import show_bytes
 from threed.checkpoint.boxes import boxes
 from threed.checkpoint.choose import as_begun, begun, candidates, is_base, notes, read_manifest
 from threed.checkpoint.format import Unusable, patiently, unseal, weights_only
 from threed.checkpoint.lineage import Lineage
 from threed.checkpoint.proof import MASK, checksum
 from threed.checkpoint.read import Reader
-from threed.comm import Comm
-from threed.errors import InputError, RunError
-from threed.lanes import in_order
-from threed.mesh import axes_of
-from threed.quantity import show_bytes
+from threed.comm.group import Comm
+from threed.comm.lanes import in_order
+from threed.features.zero.run import Clipped, ZeroRun
 from threed.schema import Config
-from threed.zero.run import Clipped, ZeroRun
 
 T = TypeVar("T")
 # What a manifest or an index that threed did not write makes its reader raise, even with a right checksum.

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from threed.address import local_path
+from threed.base.address import local_path
+from threed.base.errors import InputError
 from threed.checkpoint.format import (
     INDEX,
     LATEST,
@@ -23,7 +24,6 @@ from threed.checkpoint.format import (
 )
 from threed.checkpoint.lineage import parse_latest
 from threed.checkpoint.write import Parts, check
-from threed.errors import InputError
 
 # suffixes in a folder: a copy that is not complete yet, and an older copy that the new one replaces
 COPYING, REPLACED = ".copying.tmp", ".replaced.tmp"

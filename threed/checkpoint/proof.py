@@ -16,9 +16,9 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from threed import native
 from threed.base.hashing import splitmix64
 from threed.checkpoint.boxes import Box
+from threed.optim import native
 
 MASK = 2**64 - 1
 _CHUNK = 1 << 20  # elements that are brought to the host, or summed by numpy, at a time

@@ -48,11 +48,11 @@ from threed.checkpoint.format import (
 )
 from threed.checkpoint.lineage import Lineage, own, write_latest
 from threed.checkpoint.write import Item, write
+from threed.comm.lanes import in_order
 from threed.engine.engine import Engine
-from threed.lanes import in_order
+from threed.features.zero.shard import counts
+from threed.features.zero.state import UnitState
 from threed.schema import Config
-from threed.zero.shard import counts
-from threed.zero.state import UnitState
 
 POLL_S = 0.1  # between two exchanges while ranks do nothing but write
 BUSY, DONE, FAILED, FULL = 0.0, 1.0, 2.0, 3.0  # a rank's status

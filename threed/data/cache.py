@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from threed.errors import InputError
-from threed.quantity import show_bytes, show_count
+from threed.base.errors import InputError
+from threed.base.quantity import show_bytes, show_count
 from threed.schema import DataConfig
 
 META = "meta.json"

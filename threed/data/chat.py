@@ -13,10 +13,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from threed.base.errors import InputError
 from threed.data.corpus import Segment, Segments
 from threed.data.place import CONFIG, read_object, tokenizer_file
 from threed.data.rows import BadRow
-from threed.errors import InputError
 from threed.schema import DataConfig
 
 BESIDE = "chat_template.jinja"  # beside tokenizer.json, or in the field chat_template of:

@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from threed.base.errors import InputError
 from threed.data.files import STDLIB, LeftOut, list_files
 from threed.data.kinds import HEAD_BYTES, kind_of
 from threed.data.packed import opened
 from threed.data.rows import BadRow, NotRows, Row, checked_text, holds_rows, name_of, rows, text_of
-from threed.errors import InputError
 from threed.schema import DataConfig
 
 TOOLS = "tools"  # the field beside the messages of a chat that describes the tools

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 import numpy as np
 
+from threed.base.quantity import show_left, show_many, show_seconds
 from threed.data.chat import Template
 from threed.data.corpus import Segments, read, reader_of, source_bytes
 from threed.data.files import STDLIB
-from threed.quantity import show_left, show_many, show_seconds
 from threed.schema import DataConfig
 
 if TYPE_CHECKING:

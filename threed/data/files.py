@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from threed.base.errors import InputError
 from threed.data.kinds import PACKED
 from threed.data.place import snapshot
 from threed.data.rows import SUFFIXES, holds_rows, plain_suffix
-from threed.errors import InputError
 
 STDLIB = "python-stdlib"
 EMPTY = "empty"

@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from threed.sampling import TOKENIZER
+from threed.data.sampling import TOKENIZER
 
 _NOT_MEANT = ("version", "truncation", "padding")  # parts of a tokenizer.json without effect on tokens here
 

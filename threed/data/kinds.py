@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from threed.errors import InputError
+from threed.base.errors import InputError
 
 HEAD_BYTES = 4096  # of a file, by which its kind is told
 # Suffix of a packed file -> how its content begins, and what packs it.

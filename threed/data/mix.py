@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from threed.base.quantity import parse_weighted, show_count
 from threed.data.packing import efficiency
 from threed.data.samples import Sample, Split, splits
 from threed.models.families.registry import family_of
-from threed.quantity import parse_weighted, show_count
 from threed.schema import Config, DataConfig
 
 if TYPE_CHECKING:

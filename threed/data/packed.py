@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from threed.base.errors import InputError
 from threed.data.kinds import HEAD_BYTES, PACKED, check_kind
-from threed.errors import InputError
 
 _READ_BYTES = 2**17
 

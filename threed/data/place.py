@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from threed.errors import InputError
+from threed.base.errors import InputError
 
 TOKENIZER = "tokenizer.json"
 CONFIG = "tokenizer_config.json"

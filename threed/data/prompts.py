@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from threed.base.errors import InputError
 from threed.data.chat import BESIDE, CONFIG, Template, templates
 from threed.data.keeping import home_of
+from threed.data.sampling import TOKENIZER
 from threed.data.tokenizer import Tokenizer, keep_end
-from threed.errors import InputError
-from threed.sampling import TOKENIZER
 from threed.schema import DataConfig, ModelConfig
 
 

@@ -15,9 +15,9 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+from threed.base.errors import InputError
 from threed.data.kinds import HEAD_BYTES, PACKED, PARQUET, check_kind
 from threed.data.packed import opened
-from threed.errors import InputError
 
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
 JSON_SUFFIX = ".json"

@@ -22,13 +22,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from threed.base.errors import InputError
 from threed.base.hashing import shuffled
 from threed.data.cache import use
 from threed.data.kinds import HEAD_BYTES, stand_in
 from threed.data.packing import BestFit, Runs, Stream, cut
-from threed.errors import InputError
-from threed.models.spec import NOT_COUNTED
 from threed.schema import DataConfig
+from threed.spec.parameter import NOT_COUNTED
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, document bounds

@@ -34,7 +34,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from threed.base.errors import InputError
 from threed.base.hashing import splitmix64
+from threed.base.quantity import show_bytes, show_count, show_many, show_seconds
 from threed.data.cache import cache_root, open_scratch, remove_stale
 from threed.data.chat import Template
 from threed.data.corpus import fingerprint, not_read, source_bytes
@@ -43,8 +45,6 @@ from threed.data.in_place import look_at, megatron_prefix
 from threed.data.mix import sources
 from threed.data.place import CONFIG, tokenizer_file
 from threed.data.samples import BLOCK_BYTES, Tokens
-from threed.errors import InputError
-from threed.quantity import show_bytes, show_count, show_many, show_seconds
 from threed.schema import DataConfig, ModelConfig
 
 if TYPE_CHECKING:

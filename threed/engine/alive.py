@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from threed.environment import Place
+from threed.comm.environment import Place
 
 SIGN_S = 2.0  # between two signs of life; as often, rank 0 looks for those of all machines
 SILENCE_S = 30.0  # less may be a loose cable, or TCP that resends

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from threed.comm import Comm
+from threed.comm.group import Comm
 
 
 def warm(comm: Comm) -> None:

@@ -7,8 +7,8 @@ import os
 import torch
 from torch.nn.attention import SDPBackend
 
+from threed.base.errors import InputError
 from threed.engine.compiler import lacks, uncompiled
-from threed.errors import InputError
 from threed.schema import Config
 from threed.tensor.documents import varlen_call
 from threed.tensor.precision import DTYPES

@@ -10,7 +10,7 @@ import torch
 from threed.engine.engine import Engine
 from threed.engine.inspect import Finding, first, me, results
 from threed.program.instruction import Instruction
-from threed.slots import Slots
+from threed.program.slots import Slots
 from threed.tensor.context import Batch
 
 

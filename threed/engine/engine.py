@@ -14,16 +14,19 @@ from typing import Any
 
 import torch
 
-from threed.activation.run import ActivationRun
-from threed.comm import Comm
+from threed.base.errors import RunError, ThreedError, line_of
+from threed.comm.group import Comm
+from threed.comm.lanes import Handle, so_far
 from threed.engine.clock import make_clock
 from threed.engine.device import attention, compiles
 from threed.engine.graphs import GraphRun
 from threed.engine.underway import UnderWay
-from threed.errors import RunError, ThreedError, line_of
-from threed.lanes import Handle, so_far
-from threed.offload.run import OffloadRun
-from threed.pipeline.run import PipelineRun, built
+from threed.features.activation.run import ActivationRun
+from threed.features.offload.run import OffloadRun
+from threed.features.pipeline.run import PipelineRun, built
+from threed.features.zero.run import Clipped, ZeroRun
+from threed.features.zero.states import make_states, places
+from threed.features.zero.storage import Storage
 from threed.planner import layouts
 from threed.program.buffers import buffers
 from threed.program.check import describe
@@ -31,18 +34,15 @@ from threed.program.effects import effects
 from threed.program.graphs import graphs
 from threed.program.instruction import COMPUTE, MESSAGES, Instruction, Slot
 from threed.program.order import Order
+from threed.program.slots import Slots
 from threed.program.table import GENERATE, SNAPSHOT, VERIFY, WAITING, Plan
 from threed.program.trace import Trace
 from threed.schema import Config
-from threed.slots import Slots
 from threed.tensor.context import Batch, Context
 from threed.tensor.fused import Fused
 from threed.tensor.layers import WeightGrads
 from threed.tensor.random import Draw, draw
 from threed.tensor.saving import Saving
-from threed.zero.run import Clipped, ZeroRun
-from threed.zero.states import make_states, places
-from threed.zero.storage import Storage
 
 
 class Engine:

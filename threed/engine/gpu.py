@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from threed.comm import Comm
-from threed.errors import InputError
+from threed.base.errors import InputError
+from threed.comm.group import Comm
 
 SYSFS = Path("/sys")
 GROUPS = Path("/proc/self/cgroup")

@@ -2,7 +2,7 @@
 
 A host issues a kernel in some microseconds; where kernels are shorter than that, the GPU waits for the host.
 A graph issues all kernels of a unit's forward or backward at once. What is recorded is what the handlers of
-`pipeline/run` compute; which instructions share a graph, and in which memory, the plan says
+`features/pipeline/run` compute; which instructions share a graph, and in which memory, the plan says
 (program/graphs).
 
 A graph holds no collective: where a unit calls one, its record is cut in two, with the collective in between.
@@ -24,13 +24,13 @@ from typing import Any, Protocol
 
 import torch
 
-from threed.comm import Group
-from threed.errors import InputError, RunError
-from threed.lanes import Handle
+from threed.base.errors import InputError, RunError
+from threed.comm.group import Group
+from threed.comm.lanes import Handle
+from threed.features.zero.state import UnitState
 from threed.program.graphs import PROGRAM, Key, Turn
 from threed.tensor.context import Batch
 from threed.tensor.layers import WeightGrads
-from threed.zero.state import UnitState
 
 Tensors = Sequence[torch.Tensor | None]
 WARM_STEPS = 1  # steps without graphs: libraries load, and pieces are compiled
@@ -175,7 +175,7 @@ class _Record:
 
 
 class GraphRun:
-    """Runs the computation of instructions by graphs (as pipeline/run.Runner)."""
+    """Runs the computation of instructions by graphs (as features/pipeline/run.Runner)."""
 
     def __init__(self, turns: Mapping[int, Turn], states: dict[int, UnitState], weight_grads: WeightGrads,
                  device: torch.device):

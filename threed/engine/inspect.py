@@ -15,7 +15,7 @@ import torch
 from threed.engine.engine import Engine
 from threed.program.effects import effects
 from threed.program.instruction import BACKWARDS, Instruction, Op
-from threed.slots import Slots
+from threed.program.slots import Slots
 
 
 class Finding(NamedTuple):

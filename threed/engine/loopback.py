@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from threed.comm import Channel, Comm, Group, initialized, sum_parts
-from threed.lanes import Handle
-from threed.mesh import GROUPS, Mesh
+from threed.base.mesh import GROUPS, Mesh
+from threed.comm.group import Channel, Comm, Group, initialized, sum_parts
+from threed.comm.lanes import Handle
 from threed.program.instruction import Op
 from threed.program.table import Plan
 

@@ -13,9 +13,9 @@ import uuid
 import zlib
 from pathlib import Path
 
-from threed.comm import Comm
+from threed.base.errors import InputError, of_folder
+from threed.comm.group import Comm
 from threed.data.tokens import Prepared
-from threed.errors import InputError, of_folder
 
 PATIENCE_S = 60.0  # at most: a network file system may show a new file late
 _ENDS = 2**16  # bytes at each end of a file that are compared

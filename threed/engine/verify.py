@@ -26,15 +26,15 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
+from threed.base.errors import WrongResult
+from threed.base.mesh import axes_of
 from threed.engine.engine import Engine
 from threed.engine.inspect import Finding, first, me, named, phase_of, results
-from threed.errors import WrongResult
-from threed.mesh import axes_of
+from threed.features.zero.run import Clipped
 from threed.program.instruction import BACKWARDS, Instruction, Op, Slot
+from threed.program.slots import Slots
 from threed.program.trace import Trace
-from threed.slots import Slots
 from threed.tensor.context import Batch
-from threed.zero.run import Clipped
 
 # Where kernels are not deterministic: dtype of compute -> how much a result may change, relative to its norm.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}

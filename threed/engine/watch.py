@@ -20,16 +20,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from threed.comm import Comm
-from threed.console import flush, say
+from threed.base.console import flush, say
+from threed.base.quantity import show_seconds
+from threed.base.restart import Steps
+from threed.comm.environment import Place
+from threed.comm.group import Comm
+from threed.comm.rendezvous import FAILURE as KEY
+from threed.comm.rendezvous import POLLS
+from threed.comm.store import own_client
 from threed.engine.alive import Machines, Neighbour
 from threed.engine.engine import Engine
-from threed.environment import Place
-from threed.quantity import show_seconds
-from threed.rendezvous import FAILURE as KEY
-from threed.rendezvous import POLLS
-from threed.restart import Steps
-from threed.store import own_client
 
 LIMIT = 0.8  # share of run.timeout_s; the rest is for telling the others, so that all end within it
 POLL_S = 0.25

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from threed.mesh import GROUPS
+from threed.base.mesh import GROUPS
 from threed.program.instruction import COMPUTE, MESSAGES, Instruction, Op
 from threed.program.trace import Trace
 

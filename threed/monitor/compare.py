@@ -13,21 +13,21 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from threed.errors import InputError
-from threed.mesh import AXES
+from threed.base.errors import InputError
+from threed.base.mesh import AXES
+from threed.base.quantity import many, show_seconds
+from threed.base.texttable import render
 from threed.monitor.attribute import CAUSES, attribute, parts
 from threed.monitor.traces import RankTrace, RunTrace, read_run
-from threed.planned import CONFIG, load_config
 from threed.planner import make_plan
-from threed.prediction.simulate import predict
+from threed.planner.from_config import CONFIG, load_config
 from threed.program.buffers import buffers
 from threed.program.instruction import COMPUTE, Instruction, Op
 from threed.program.order import run_links
+from threed.program.simulate import predict
 from threed.program.table import Plan
 from threed.program.trace import Trace, Wait
 from threed.program.walk import Walk
-from threed.quantity import many, show_seconds
-from threed.texttable import render
 
 MOST_STEPS = 10
 Row = dict[str, float]

@@ -23,8 +23,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from threed import marks
-from threed.quantity import show_seconds
+from threed.base import marks
+from threed.base.quantity import show_seconds
 
 FILE = "time.jsonl"
 STEPS, REPEATED, DOWN, OVER = "steps", "repeated", "down", "over"
@@ -181,7 +181,7 @@ class Ledger:
 
     @classmethod
     def of(cls, folder: Path) -> Ledger:
-        """With all that the folder has; marks that the environment has (`threed.marks`) are added."""
+        """With all that the folder has; marks that the environment has (`threed.base.marks`) are added."""
         ledger = cls()
         ledger._file, ledger._account = folder / FILE, account(read(folder))
         for index, (doing, at_s) in enumerate(marks.take()):

@@ -43,9 +43,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from threed.console import RECORD, show
-from threed.environment import restarted
-from threed.errors import InputError, ThreedError, of_folder
+from threed.base.console import RECORD, show
+from threed.base.errors import InputError, ThreedError, of_folder
+from threed.comm.environment import restarted
 from threed.monitor import goodput, state
 from threed.monitor.lines import StepLines, cut
 from threed.monitor.loggers.beside import Beside

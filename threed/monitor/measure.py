@@ -19,13 +19,13 @@ from typing import Any
 
 import torch
 
-from threed.comm import Comm
-from threed.mesh import AXES
+from threed.base.mesh import AXES
+from threed.comm.group import Comm
 from threed.models.model import model_flops
 from threed.monitor.attribute import CAUSES, PARTS, attribute, parts
 from threed.monitor.straggler import WORK, Stragglers, by_place
-from threed.prediction.simulate import Costs, predict
 from threed.program.instruction import Instruction, Op
+from threed.program.simulate import Costs, predict
 from threed.program.table import Plan
 from threed.program.trace import Trace, compute_s
 from threed.schema import Config

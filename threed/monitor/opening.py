@@ -6,14 +6,14 @@ from math import prod
 
 import torch
 
-from threed.errors import ThreedError
+from threed.base.errors import ThreedError
+from threed.base.quantity import show_count, show_seconds
 from threed.models.model import model_flops
 from threed.monitor.loggers.logger import model_size
 from threed.planner.facts import unit_parameters
 from threed.prediction.hardware import DEFAULT, OF_CPUS, Hardware
 from threed.prediction.verb import document, priced
 from threed.program.table import Plan
-from threed.quantity import show_count, show_seconds
 from threed.schema import Config
 
 LONG_S = 60.0  # a step that takes longer is said before it begins

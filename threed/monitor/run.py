@@ -7,11 +7,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from threed.errors import InputError, check_type
-from threed.folders import as_run
+from threed.base.errors import InputError, check_type
 from threed.monitor.compare import compare
+from threed.monitor.folders import as_run
 from threed.monitor.traces import RunTrace, read_run
-from threed.planned import load_config
+from threed.planner.from_config import load_config
 from threed.schema import Config
 
 

@@ -9,11 +9,11 @@ import time
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from threed.errors import InputError
+from threed.base.errors import InputError
+from threed.base.quantity import show_count
 from threed.monitor.compare import CONFIG
 from threed.monitor.goodput import spent
 from threed.monitor.state import FILE, LOCK, UNKNOWN, is_locked, last_word, state_of
-from threed.quantity import show_count
 
 DEPTH = 4  # folders below the given one
 _TAIL_BYTES = 1 << 16  # more than a line of metrics.jsonl

@@ -7,7 +7,7 @@ import shutil
 import sys
 from collections.abc import Mapping
 
-from threed.quantity import show_bytes, show_count, show_left_s
+from threed.base.quantity import show_bytes, show_count, show_left_s
 from threed.schema import Config
 
 NARROW = 80  # columns that a line takes at least

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 import torch
 
-from threed.mesh import Mesh
+from threed.base.mesh import Mesh
 
 WORK = ("compute", "optimizer", "offload")
 SLOWER = 1.5  # times its peers' work: a warning is due,

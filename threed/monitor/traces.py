@@ -17,20 +17,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from threed.errors import InputError
-from threed.mesh import AXES, Coordinate
+from threed.base.errors import InputError
+from threed.base.mesh import AXES, Coordinate
+from threed.base.quantity import many
 from threed.monitor.lines import cut
-from threed.prediction.cost import FILE as COSTS
-from threed.prediction.cost import read_costs, save_costs
-from threed.prediction.simulate import Costs
+from threed.program.costs import FILE as COSTS
+from threed.program.costs import read_costs, save_costs
 from threed.program.effects import effects
 from threed.program.instruction import Instruction, Op, Tier
+from threed.program.simulate import Costs
 from threed.program.table import Plan
 from threed.program.trace import Trace, Wait
-from threed.quantity import many
 
 if TYPE_CHECKING:
-    from threed.comm import Comm
+    from threed.comm.group import Comm
 
 FOLDER = "trace"
 COLUMNS = ("text", "lane", *Instruction._fields)

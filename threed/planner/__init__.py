@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from threed.planner.auto import check_limit, make_pipeline, unchecked_plan
 from threed.planner.facts import (
     layouts,
     make_mesh,
@@ -14,7 +15,6 @@ from threed.planner.facts import (
     with_logits,
 )
 from threed.planner.passes import Pipeline, forward_recipe, run_passes
-from threed.planner.search import check_limit, make_pipeline, unchecked_plan
 from threed.program.check import check
 from threed.program.table import GENERATE, Plan
 from threed.schema import Config

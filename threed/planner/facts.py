@@ -1,7 +1,7 @@
 """Facts: the table of units, stages, sizes and traffic that a config gives. No torch.
 
-    layers -> compute units -> stages        pipeline/split
-    parameters -> parameter units, laid out  zero/shard
+    layers -> compute units -> stages        schedules/split
+    parameters -> parameter units, laid out  features/zero/shard
 """
 
 from __future__ import annotations
@@ -10,19 +10,21 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from threed.errors import InputError
-from threed.mesh import GROUPS, Mesh, axes_of
+from threed.base.errors import InputError
+from threed.base.mesh import GROUPS, Mesh, axes_of
+from threed.base.quantity import add_up
+from threed.config.validate import PIECES, stage_runs
+from threed.features.offload import plan as offload
+from threed.features.pipeline.parts import cut, settings
+from threed.features.zero import plan as zero
+from threed.features.zero.shard import Layout, layout
 from threed.models.layers.base import Layer
 from threed.models.model import tied_parameters
-from threed.models.spec import SEQUENCE, Cost, Parameter, Share
 from threed.models.tiling import cut_layers, layers_of, share_of, unit_layers
-from threed.offload import plan as offload
-from threed.optimizers.registry import OPTIMIZERS
-from threed.pipeline.parts import cut, settings
-from threed.pipeline.split import split_stages
-from threed.prediction.cost import load_costs
-from threed.prediction.simulate import cost_of
+from threed.optim.registry import OPTIMIZERS
+from threed.program.costs import load_costs
 from threed.program.instruction import KINDS, Instruction, Op, Tier
+from threed.program.simulate import cost_of
 from threed.program.table import (
     ActivationSettings,
     ComputeUnit,
@@ -37,11 +39,9 @@ from threed.program.table import (
     ZeroSettings,
     gradient_kind,
 )
-from threed.quantity import add_up
+from threed.schedules.split import split_stages
 from threed.schema import Config
-from threed.validate import PIECES, stage_runs
-from threed.zero import plan as zero
-from threed.zero.shard import Layout, layout
+from threed.spec.parameter import SEQUENCE, Cost, Parameter, Share
 
 
 def unit_costs(config: Config) -> list[tuple[float, float, float]]:

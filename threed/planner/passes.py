@@ -11,15 +11,15 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
-from threed.activation import plan as activation
-from threed.offload import plan as offload
-from threed.pipeline.orders import Order, forward_only
-from threed.pipeline.parts import in_parts
-from threed.pipeline.plan import communicate, expand
+from threed.features.activation import plan as activation
+from threed.features.offload import plan as offload
+from threed.features.pipeline.parts import in_parts
+from threed.features.pipeline.plan import communicate, expand
+from threed.features.zero import plan as zero
 from threed.program.instruction import Programs
 from threed.program.table import EVALUATE, GENERATE, SNAPSHOT, VERIFY, WAITING, Plan, Table
+from threed.schedules.orders import Order, forward_only
 from threed.schema import Config
-from threed.zero import plan as zero
 
 
 class Pipeline(NamedTuple):

@@ -6,21 +6,21 @@ import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from threed.errors import ThreedError
+from threed.base.errors import ThreedError
+from threed.base.quantity import show_bytes, show_seconds
+from threed.base.texttable import render, wrapped
+from threed.config.validate import validate
 from threed.planner import make_pipeline, make_plan
 from threed.prediction.analytic import cost as analytic_cost
-from threed.prediction.beside import step
-from threed.prediction.cost import load_costs
+from threed.prediction.contention import step
 from threed.prediction.hardware import Hardware
 from threed.prediction.memory import at_stage
 from threed.prediction.peak import Peak, fullest, peaks
 from threed.prediction.peak import show as show_peak
 from threed.prediction.transient import Transient
+from threed.program.costs import load_costs
 from threed.program.summary import stages
-from threed.quantity import show_bytes, show_seconds
 from threed.schema import ActivationConfig, Config, OffloadConfig
-from threed.texttable import render, wrapped
-from threed.validate import validate
 
 Changes = dict[str, Any]  # dotted key -> value
 

@@ -7,17 +7,17 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from threed.mesh import GROUPS
-from threed.models.kernels import FROZEN, Product
+from threed.base.mesh import GROUPS
 from threed.planner.facts import make_mesh, make_table
 from threed.prediction.hardware import Hardware, Place, places
 from threed.prediction.kernels import Prices, Travel
-from threed.prediction.simulate import Costs, cost_of
 from threed.program.buffers import lowered
 from threed.program.effects import effects
 from threed.program.instruction import COMPUTE, PARTS, Instruction, Op, Tier
+from threed.program.simulate import Costs, cost_of
 from threed.program.table import ComputeUnit, Plan
 from threed.program.walk import Cost
+from threed.spec.kernels import FROZEN, Product
 
 
 def cost(plan: Plan, hardware: Hardware, measured: Costs | None = None) -> Cost:

@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from threed.base.texttable import wrapped
 from threed.prediction import advise as advising
 from threed.prediction import peak
 from threed.prediction.hardware import DEFAULT, OF_CPUS, Hardware
 from threed.prediction.transient import Transient
 from threed.schema import Config
-from threed.texttable import wrapped
 
 
 class Asked(NamedTuple):

@@ -13,9 +13,9 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from threed.errors import InputError
-from threed.mesh import GROUPS, Mesh
-from threed.words import nearest, same
+from threed.base.errors import InputError
+from threed.base.mesh import GROUPS, Mesh
+from threed.base.words import nearest, same
 
 FOLDER = Path(__file__).parent.parent / "configs" / "hardware"
 DEFAULT, OF_CPUS = "a100-sxm", "cpu-core"

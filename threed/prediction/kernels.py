@@ -17,8 +17,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from threed.models.kernels import Attention, Kernel, Product
 from threed.prediction.hardware import Hardware, Place
+from threed.spec.kernels import Attention, Kernel, Product
 
 # Kernels that attention in one kernel launches; products of its backward, to one of forward.
 _ATTENTION_KERNELS, _ATTENTION_BACKWARD, _PASSES_BACKWARD = (1, 3), 2.5, 1.3

@@ -20,11 +20,11 @@ import copy
 from dataclasses import replace
 from typing import Any
 
-from threed.errors import InputError
-from threed.optimizers.registry import OPTIMIZERS
+from threed.base.errors import InputError
+from threed.base.quantity import many, show_bytes, show_count
+from threed.optim.registry import OPTIMIZERS
 from threed.planner import make_plan
 from threed.program.summary import fixed_bytes, stages
-from threed.quantity import many, show_bytes, show_count
 from threed.schema import Config, ZeroConfig
 
 STAGES = (0, 1, 2, 3)

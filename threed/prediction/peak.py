@@ -14,15 +14,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from threed.mesh import GROUPS
-from threed.planned import config_of
+from threed.base.mesh import GROUPS
+from threed.base.quantity import show_bytes
 from threed.planner import make_mesh
+from threed.planner.from_config import config_of
 from threed.prediction.hardware import Hardware
 from threed.program.instruction import Instruction
 from threed.program.summary import fixed_bytes, stages
 from threed.program.table import Plan
 from threed.program.walk import channels
-from threed.quantity import show_bytes
 from threed.schema import Config
 
 Temporaries = Callable[[Instruction], int]  # bytes of an instruction beside all slots

@@ -6,8 +6,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from threed.mesh import AXES
-from threed.prediction.beside import Priced, step
+from threed.base.mesh import AXES
+from threed.base.quantity import many, show_bytes, show_count, show_seconds
+from threed.base.texttable import render, wrapped
+from threed.prediction.contention import Priced, step
 from threed.prediction.hardware import Hardware
 from threed.prediction.peak import Peak, peaks, temporaries_of
 from threed.prediction.peak import show as show_peak
@@ -20,8 +22,6 @@ from threed.program.show import timeline
 from threed.program.summary import stages
 from threed.program.table import SNAPSHOT, VERIFY, Plan
 from threed.program.walk import Cost, Mode, Walk, walk
-from threed.quantity import many, show_bytes, show_count, show_seconds
-from threed.texttable import render, wrapped
 
 SAMPLES = 50  # points of memory over time
 

@@ -13,11 +13,11 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from threed.errors import InputError
+from threed.base.errors import InputError
 from threed.prediction.analytic import cost as analytic_cost
 from threed.prediction.hardware import Hardware
-from threed.prediction.simulate import Costs, cost_of
 from threed.program.instruction import COMPUTE, Instruction, Op, Tier
+from threed.program.simulate import Costs, cost_of
 from threed.program.table import Plan, Table
 from threed.program.walk import Cost
 

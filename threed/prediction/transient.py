@@ -18,27 +18,27 @@ from typing import Any
 
 import torch
 
-from threed.comm import Comm, initialized
-from threed.models.spec import Cost
+from threed.comm.group import Comm, initialized
+from threed.features.pipeline.run import PipelineRun, built
+from threed.models.measure import silent_groups, weight_of
 from threed.models.tiling import layers_of, share_of, together
-from threed.pipeline.run import PipelineRun, built
-from threed.planned import config_of
 from threed.planner import make_mesh
+from threed.planner.from_config import config_of
 from threed.program.effects import effects
 from threed.program.graphs import graphs
 from threed.program.instruction import COMPUTE, PARAMETER_KINDS, Instruction, Op, Slot
 from threed.program.link import Program
+from threed.program.slots import Slots
 from threed.program.summary import activations, alive_bytes
 from threed.program.table import Plan, Table
 from threed.schema import Config
-from threed.slots import Slots
+from threed.spec.parameter import Cost
 from threed.tensor.alive import Alive
 from threed.tensor.context import Batch, Context
 from threed.tensor.documents import Documents
 from threed.tensor.fused import Body, Fused
 from threed.tensor.fused_loss import LossKernels
 from threed.tensor.layers import WeightGrads
-from threed.tensor.measure import silent_groups, weight_of
 from threed.tensor.precision import DTYPES
 from threed.tensor.saving import Saving
 from threed.tensor.shapes import Shapes

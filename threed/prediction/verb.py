@@ -6,19 +6,19 @@ import math
 from pathlib import Path
 from typing import Any
 
-from threed.errors import InputError, check_type
+from threed.base.errors import InputError, check_type
+from threed.base.quantity import parse_count
 from threed.models.model import model_flops
-from threed.planned import CONFIG, config_of, load_config, planned
 from threed.planner import make_mesh, make_plan
+from threed.planner.from_config import CONFIG, config_of, load_config, planned
 from threed.prediction.analytic import cost as analytic_cost
-from threed.prediction.beside import Priced
-from threed.prediction.cost import device_of, read_costs
+from threed.prediction.contention import Priced
 from threed.prediction.hardware import DEFAULT, OF_CPUS, Hardware
 from threed.prediction.peak import Peak, memory_of, too_much
 from threed.prediction.report import report
 from threed.prediction.transfer import transferred
+from threed.program.costs import device_of, read_costs
 from threed.program.table import Plan
-from threed.quantity import parse_count
 from threed.schema import Config
 
 

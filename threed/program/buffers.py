@@ -13,11 +13,11 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
+from threed.base.quantity import ALIGNMENT, round_up
 from threed.program.effects import Effects
 from threed.program.instruction import Op, Slot, Tier
 from threed.program.link import Links, links_of
 from threed.program.table import Plan, Table
-from threed.quantity import ALIGNMENT, round_up
 
 PIECE = 1 << 22  # elements of a gradient that are added at a time to a sum on the host
 Sizes = dict[int, int]  # elements of a buffer (bytes, of optimizer state) -> how many of that size

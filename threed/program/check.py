@@ -14,8 +14,8 @@ from collections.abc import Collection, Iterable, Sequence
 from itertools import zip_longest
 from operator import itemgetter
 
-from threed.errors import PlanError
-from threed.mesh import GROUPS
+from threed.base.errors import PlanError
+from threed.base.mesh import GROUPS
 from threed.program.effects import Effects
 from threed.program.instruction import BACKWARDS, Instruction, Op, Slot
 from threed.program.link import Links, Program, link

@@ -17,7 +17,7 @@ from itertools import compress, product
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from threed.mesh import GROUPS
+from threed.base.mesh import GROUPS
 from threed.program.instruction import PARTS, WHOLES, WORDS, Instruction, Op, Slot, Tier
 from threed.program.table import Table, gradient_kind
 

@@ -36,8 +36,8 @@ class Reduction(NamedTuple):
 
 @dataclass(frozen=True)
 class MessageSettings:
-    """Which messages between positions the ranks of a group send a part each of: the pass of pipeline/parts
-    reads it. (All ranks of the group hold the same.)"""
+    """Which messages between positions the ranks of a group send a part each of: the pass of
+    features/pipeline/parts reads it. (All ranks of the group hold the same.)"""
 
     group: str = ""  # empty: each rank sends the whole
     parts: int = 1  # ranks in that group

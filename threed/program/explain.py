@@ -7,13 +7,13 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from threed.base.quantity import show_bytes
 from threed.program.buffers import buffers
 from threed.program.effects import effects
 from threed.program.instruction import PARAMETER_KINDS, Instruction, Op, Slot
 from threed.program.link import link
 from threed.program.order import run_links
 from threed.program.table import Plan, Table
-from threed.quantity import show_bytes
 
 SHOWN = 5  # instructions that wait, and ranks that take part
 

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 from xml.sax.saxutils import escape
 
+from threed.base.quantity import show_seconds
 from threed.program.instruction import COMPUTE, Instruction, Op
 from threed.program.show import timeline
 from threed.program.table import Plan
 from threed.program.walk import Walk
-from threed.quantity import show_seconds
 
 COLORS = {Op.FORWARD: "#4c78a8", Op.RECOMPUTE: "#9ecae9", Op.BACKWARD: "#f58518",
           Op.BACKWARD_INPUT: "#f58518", Op.BACKWARD_WEIGHT: "#54a24b", Op.CLIP: "#bab0ac",

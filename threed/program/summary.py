@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from threed.mesh import AXES
+from threed.base.mesh import AXES
+from threed.base.quantity import ring, show_bytes, show_count
+from threed.base.texttable import render
 from threed.program.buffers import buffers, lowered
 from threed.program.instruction import WHOLES, Op, Slot, Tier
 from threed.program.link import Memory, links_of, memory
 from threed.program.table import Plan, Table
-from threed.quantity import ring, show_bytes, show_count
-from threed.texttable import render
 
 
 def activations(table: Table) -> tuple[str, ...]:

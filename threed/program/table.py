@@ -12,15 +12,15 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from threed.mesh import GROUPS
-from threed.models.kernels import Kernel
-from threed.models.spec import Outflow
-from threed.optimizers.base import BYTES, Buffer
+from threed.base.mesh import GROUPS
+from threed.base.quantity import add_up, ring
+from threed.optim.base import BYTES, Buffer
 from threed.program.digest import digest_of
 from threed.program.entries import WHOLE_MESSAGES, Handed, Logits, MessageSettings, Read, Reduction
 from threed.program.instruction import PARAMETER_KINDS, WHOLES, Instruction, Op, Slot, Tier
-from threed.quantity import add_up, ring
 from threed.schema import Config
+from threed.spec.kernels import Kernel
+from threed.spec.parameter import Outflow
 
 # Names of programs that `Plan` describes.
 EVALUATE, GENERATE, VERIFY = "evaluate", "generate", "verify"
@@ -83,7 +83,7 @@ class Elements:
 
 @dataclass(frozen=True)
 class ZeroSettings:
-    """The settings that the pass in zero/plan reads."""
+    """The settings that the pass in features/zero/plan reads."""
 
     stage: int = 0
     reduce_every: int = 1  # micro-batches between two reductions of a gradient
@@ -93,7 +93,7 @@ class ZeroSettings:
 
 @dataclass(frozen=True)
 class ActivationSettings:
-    """The settings that the passes in activation/plan read."""
+    """The settings that the passes in features/activation/plan read."""
 
     partition: str = ""  # the group over which a kept input is cut; empty: it is whole
     parts: int = 1  # ranks in that group
@@ -103,7 +103,7 @@ class ActivationSettings:
 
 @dataclass(frozen=True)
 class UpdateSettings:
-    """The settings of the optimizer's step that the passes in offload/plan read."""
+    """The settings of the optimizer's step that the passes in features/offload/plan read."""
 
     buffers: tuple[Buffer, ...] = ()  # the optimizer's tensors for each parameter
     master: bool = False  # whether STEP updates an fp32 copy of a 16-bit weight

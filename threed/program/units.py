@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
+from threed.base.quantity import show_bytes
 from threed.program.instruction import Slot
 from threed.program.table import Plan, Table
-from threed.quantity import show_bytes
 
 # Parameter unit -> names and shapes of its parameters on one rank.
 Contents = Mapping[int, Sequence[tuple[str, tuple[int, ...]]]]

@@ -21,7 +21,7 @@ from enum import Enum
 from itertools import chain, repeat
 from typing import NamedTuple
 
-from threed.mesh import GROUPS
+from threed.base.mesh import GROUPS
 from threed.program.effects import Form
 from threed.program.instruction import MESSAGES, Instruction, Op
 from threed.program.link import Links, Program

@@ -1,1 +1,6 @@
-"""Tensor parallelism over megatron-core: the only folder that imports its layers."""
+"""Tensor: pieces of torch over megatron-core's tensor-parallel layers: products, attention, losses, kernels.
+
+What depends on megatron-core is here and in `data`. It knows `comm` and `spec`. Begin with `layers`;
+`context` is what a layer is given while it runs. `pool` and `disk` keep tensors that are used in turn or
+are on disk.
+"""

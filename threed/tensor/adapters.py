@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from threed.models.spec import Rows
+from threed.spec.parameter import Rows
 
 
 class Factors(NamedTuple):

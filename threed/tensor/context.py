@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch.utils._pytree import tree_map
 
-from threed.comm import Group
-from threed.models.spec import NOT_COUNTED, Tile
+from threed.comm.group import Group
 from threed.schema import ModelConfig
+from threed.spec.parameter import NOT_COUNTED, Tile
 from threed.tensor import fused_loss
 from threed.tensor.documents import Documents, attend, outside, rotate_at
 from threed.tensor.fused import Fused, rotate

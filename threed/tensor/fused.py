@@ -20,8 +20,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from threed.console import say
-from threed.errors import ThreedError
+from threed.base.console import say
+from threed.base.errors import ThreedError
 from threed.tensor.fused_loss import LossKernels, Separate
 from threed.tensor.random import keyed, mask_of
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from threed.comm import Group
+from threed.comm.group import Group
 from threed.tensor.softmax import CHUNK, MASKED, real_of
 
 

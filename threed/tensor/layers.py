@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from threed.comm import Group
+from threed.comm.group import Group
 from threed.tensor import adapters
 from threed.tensor.adapters import Added, Half
 

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
-from threed.models.spec import Outflow
-from threed.quantity import round_up
+from threed.base.quantity import round_up
+from threed.spec.parameter import Outflow
 
 ALIGNED = 16  # bytes
 PLAIN = (int, float, bool, str, type(None))  # may stand in a tree beside tensors, if they are always the same

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import torch
 
-from threed.models.spec import Parameter
+from threed.spec.parameter import Parameter
 
 BLOCK = 256  # rows and columns of a block
 _MASK = (1 << 64) - 1

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from threed.comm import Group
+from threed.comm.group import Group
 
 # The logit of padding. It is finite: a tile may be all padding, and differences of logits must not be NaN.
 MASKED = -1e30

@@ -15,7 +15,7 @@ from tests.chaos.sister import STEPS, Sister, in_ranks, patch
 from tests.chaos.trial import Fault, Instant, Trial, send
 from threed.engine.engine import Engine
 from threed.program.instruction import Instruction, Slot
-from threed.slots import Slots
+from threed.program.slots import Slots
 
 KILLED = r"was killed by SIGKILL|was killed \(SIGKILL|exit status -9|ended with exit status 137"
 

@@ -1,0 +1,1 @@
+"""Loggers: where metrics go besides metrics.jsonl: wandb, tensorboard, mlflow, trackio, prometheus."""

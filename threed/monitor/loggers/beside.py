@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from threed.errors import InputError
+from threed.base.errors import InputError
 from threed.monitor.loggers.logger import About, Logger, Metrics, first_line
 
 START_S = 60.0  # how long the run waits for a logger to start

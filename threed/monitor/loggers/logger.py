@@ -18,8 +18,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from threed.errors import InputError
-from threed.mesh import AXES
+from threed.base.errors import InputError
+from threed.base.mesh import AXES
 from threed.models.model import num_parameters
 from threed.schema import Config
 

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from threed.environment import restarted
-from threed.errors import InputError
+from threed.base.errors import InputError
+from threed.comm.environment import restarted
 from threed.monitor.attribute import CAUSES
 from threed.monitor.loggers.logger import (
     About,

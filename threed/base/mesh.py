@@ -1,0 +1,195 @@
+"""The mesh: the coordinate of each rank, and the groups of ranks that communicate. Plain arithmetic, no
+torch.
+
+A rank has a coordinate on each axis. `order` names the axes outermost first, as in Megatron-LM's default
+pp-dp-tp: neighbours on the last axis are neighbouring ranks, so that tp groups stay inside a node.
+
+All other modules read the tables AXES and GROUPS: a new axis is a row in AXES, and a row in GROUPS for each
+group of ranks that it brings. The group with the name of an axis is all ranks along it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from typing import NamedTuple
+
+from threed.base.quantity import many
+
+# Axis -> what ranks along it divide among them: stages of the model, samples of the batch, or parameters of a
+# layer. The order is that of text, from the outermost axis.
+AXES: dict[str, str] = {"pp": "stages", "dp": "samples", "tp": "parameters"}
+
+
+def axes_of(what: str) -> tuple[str, ...]:
+    """The axes along which ranks divide this: stages, samples or parameters."""
+    return tuple(axis for axis, divides in AXES.items() if divides == what)
+
+
+class GroupRow(NamedTuple):
+    """A kind of group. Each rank is in one group of each kind."""
+
+    axes: tuple[str, ...] | None  # the axes that the group spans; None: all
+    counts: str  # the axis under which its bytes are counted
+    lane: str = ""  # of its collectives; empty: it has messages instead, each channel on a lane of its own
+    # The members along its one axis: (mesh, own coordinate) -> coordinates; None: all.
+    members: Callable[[Mesh, int], Iterable[int]] | None = None
+    needed: Callable[[Mesh], bool] = lambda mesh: True  # False: another group has the same ranks
+
+    @property
+    def across_positions(self) -> bool:
+        """Whether its members sit at several pipeline positions, and so run different programs."""
+        return self.axes is None or "pp" in self.axes
+
+
+GROUPS: dict[str, GroupRow] = {
+    # Collectives inside FORWARD and BACKWARD.
+    "tp": GroupRow(("tp",), "tp", "compute"),
+    # REDUCE and GATHER.
+    "dp": GroupRow(("dp",), "dp", "dp"),
+    # A run of `shard` members of dp: state is sharded within it,
+    "shard": GroupRow(("dp",), "dp", "dp",
+                      lambda mesh, at: range(at - at % mesh.shard_size,
+                                             at - at % mesh.shard_size + mesh.shard_size),
+                      lambda mesh: mesh.has_copies),
+    # and repeated across "replica", the ranks at the same place in each run.
+    "replica": GroupRow(("dp",), "dp", "dp",
+                        lambda mesh, at: range(at % mesh.shard_size, mesh.sizes["dp"], mesh.shard_size),
+                        lambda mesh: mesh.has_copies),
+    # SEND and RECV.
+    "pp": GroupRow(("pp",), "pp"),
+    # The first and the last position, which hold a tied embedding; any other position is alone in its group.
+    "tie": GroupRow(("pp",), "pp", "tie",
+                    lambda mesh, at: (sorted({0, mesh.positions - 1}) if at in (0, mesh.positions - 1)
+                                      else (at,))),
+    # CLIP.
+    "world": GroupRow(None, "world", "compute"),
+}
+
+
+@dataclass(frozen=True)
+class Coordinate:
+    """A rank's coordinates."""
+
+    on: Mapping[str, int]  # axis -> coordinate
+
+    @property
+    def position(self) -> int:
+        """Its pipeline position."""
+        return self.on["pp"]
+
+    @property
+    def replica(self) -> int:
+        """Its part of the batch."""
+        return self.on["dp"]
+
+    def is_first(self, axes: Iterable[str]) -> bool:
+        """Whether its coordinate is 0 on each of these axes."""
+        return not any(self.on[axis] for axis in axes)
+
+    def __str__(self) -> str:
+        return " ".join(f"{axis}{at}" for axis, at in self.on.items())
+
+
+class Mesh:
+    """A mesh of ranks.
+
+    `order`: its axes, outermost first; empty: as in AXES. `shard`: ranks a shard group; None: all of dp.
+    `sizes`: ranks along each axis, 1 where an axis is not named. ValueError where they do not fit together.
+    """
+
+    def __init__(self, order: tuple[str, ...] = (), shard: int | None = None, **sizes: int):
+        self.order = order or tuple(AXES)
+        self.sizes: dict[str, int] = {axis: sizes.pop(axis, 1) for axis in AXES}
+        if sizes or sorted(self.order) != sorted(AXES):
+            raise ValueError(f"axis order {'-'.join((*self.order, *sizes))} must name {', '.join(AXES)} once "
+                             "each")
+        if min(self.sizes.values()) < 1:
+            raise ValueError(f"axes must have at least one rank: {self.text('=')}")
+        self.shard_size = self.sizes["dp"] if shard is None else shard
+        if self.sizes["dp"] % self.shard_size:
+            raise ValueError(f"dp={self.sizes['dp']} is not divisible by the shard size {self.shard_size}")
+
+    @property
+    def size(self) -> int:
+        return prod(self.sizes.values())
+
+    @property
+    def positions(self) -> int:
+        """Pipeline positions."""
+        return self.sizes["pp"]
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether dp is cut into several shard groups, each with a copy of what is sharded."""
+        return self.shard_size < self.sizes["dp"]
+
+    @property
+    def shard_group(self) -> str:
+        """The name of the group over which state is sharded."""
+        return "shard" if self.has_copies else "dp"
+
+    def coordinate(self, rank: int) -> Coordinate:
+        """The coordinate of a rank."""
+        if not 0 <= rank < self.size:
+            raise ValueError(f"rank {rank} is outside the mesh of {self.size}")
+        at = {}
+        for axis in reversed(self.order):
+            rank, at[axis] = divmod(rank, self.sizes[axis])
+        return Coordinate({axis: at[axis] for axis in AXES})
+
+    def rank(self, **at: int) -> int:
+        """The rank with these coordinates, 0 on axes that are not named."""
+        rank = 0
+        for axis in self.order:
+            rank = rank * self.sizes[axis] + at.get(axis, 0)
+        return rank
+
+    def beside(self, here: Coordinate, **at: int) -> int:
+        """The rank that differs from the one `here` in these coordinates."""
+        return self.rank(**{**here.on, **at})
+
+    def group(self, name: str, rank: int) -> tuple[int, ...]:
+        """The ranks of the group called `name` that `rank` is in, in the order of their coordinates."""
+        if name not in GROUPS:
+            raise ValueError(f"no group called {name}; there are {', '.join(GROUPS)}")
+        row, here = GROUPS[name], self.coordinate(rank)
+        if row.axes is None:
+            return tuple(range(self.size))
+        axes = [axis for axis in self.order if axis in row.axes]
+        along = [range(self.sizes[axis]) if row.members is None else row.members(self, here.on[axis])
+                 for axis in axes]
+        return tuple(self.beside(here, **dict(zip(axes, at, strict=True))) for at in product(*along))
+
+    def groups(self, name: str) -> list[tuple[int, ...]]:
+        """All groups called `name`, sorted by their least rank: every rank opens them in this order."""
+        groups: list[tuple[int, ...]] = []
+        seen: set[int] = set()
+        for rank in range(self.size):
+            if rank not in seen:
+                groups.append(self.group(name, rank))
+                seen.update(groups[-1])
+        return groups
+
+    def text(self, joined: str = " ") -> str:
+        """The sizes as text: pp 2 x dp 2 x tp 1."""
+        return " x ".join(f"{axis}{joined}{size}" for axis, size in self.sizes.items())
+
+    def draw(self, most: int = 24) -> str:
+        """A table of ranks: a column for each coordinate on the last of AXES, a row for each coordinate on
+        the others; no more than `most` rows."""
+        cells = {str(self.coordinate(rank)): f"r{rank}" for rank in range(self.size)}
+        *others, last = AXES
+        heads = [f"{last}{at}" for at in range(self.sizes[last])]
+        width = max(map(len, (*cells.values(), *heads)))
+        lines = [f"{many(self.size, 'rank')} = {self.text()}, order {'-'.join(self.order)}",
+                 " " * 12 + "  ".join(head.ljust(width) for head in heads)]
+        rows = [" ".join(f"{axis}{at}" for axis, at in zip(others, row, strict=True))
+                for row in product(*(range(self.sizes[axis]) for axis in others))]
+        for row in rows[:most]:
+            lines.append(row.ljust(12) + "  ".join(cells[f"{row} {head}"].ljust(width) for head in heads))
+        if len(rows) > most:
+            lines.append(f"... and {len(rows) - most} rows more")
+        return "\n".join(line.rstrip() for line in lines)

@@ -1,0 +1,403 @@
+"""DeepSpeed's config keys, and what each is here.
+
+Defaults are those of deepspeed/runtime/constants.py, engine.py (communication_data_type, get_data_types),
+lr_schedules.py and zero/config.py.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from threed.base.errors import InputError
+from threed.base.quantity import whole_number
+from threed.config.keys.table import NO_KEY, NOTHING, Dropped, Framework, Given, Refused, Row
+
+CLIPS_SINCE = (0, 19, 3)  # the version from which an absent gradient_clipping means 1.0 instead of 0
+_NAMES = {"adam": "adamw", "adamw": "adamw", "fusedadam": "adamw", "cpuadam": "adamw", "lion": "lion",
+          "sgd": "sgd"}
+_SHAPES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+_DTYPES = {"fp32": "fp32", "float32": "fp32", "torch.float32": "fp32", "fp16": "fp16", "float16": "fp16",
+           "torch.float16": "fp16", "bf16": "bf16", "bfloat16": "bf16", "torch.bfloat16": "bf16"}
+
+
+def dtype_of(given: Given) -> str:
+    both = [name for name, keys in (("fp16", ("fp16.enabled",)),
+                                    ("bf16", ("bf16.enabled", "bfloat16.enabled")))
+            if any(given.get(key) is True for key in keys)]
+    return both[0] if both else "fp32"
+
+
+def _whole(value: Any, _: Given) -> Any:
+    """1e5 is a whole number, too; what is none is left to the check of our key."""
+    if value == math.inf:
+        raise Dropped("never")
+    whole = whole_number(value)
+    return value if whole is None else whole
+
+
+def _count(name: str, value: Any) -> int | None:
+    """A batch size, which DeepSpeed does not take as a text."""
+    whole = whole_number(value)
+    if value is not None and isinstance(value, str) and whole is not None:
+        raise InputError(f"{name}: {value!r} is text; write {whole}")
+    if value is not None and (whole is None or whole < 1):
+        raise InputError(f"{name}={value}: must be a whole number above 0")
+    return whole
+
+
+def _batches(_: Any, given: Given) -> dict[str, Any]:
+    """train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x dp: any two give the
+    third."""
+    names = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+    batch, micro, steps = (_count(name, given.get(name)) for name in names)
+    dp = given["dp"]  # None: not known
+    if batch is None:
+        return {"train.micro_batch_size": micro or 1, "parallel.dp": dp or 1,
+                "train.global_batch_size": (micro or 1) * (steps or 1) * (dp or 1)}
+    if micro is not None and (steps is not None or dp is None):
+        each = micro * (steps or 1)
+        if batch % each or dp not in (None, batch // each):
+            raise InputError(f"train_batch_size={batch} is not train_micro_batch_size_per_gpu={micro} x "
+                             f"gradient_accumulation_steps={steps or 1} x {dp or 'a number of'} "
+                             f"data-parallel "
+                             "ranks: change one of them" + ("" if dp is None else ", or --devices"))
+        return {"train.global_batch_size": batch, "train.micro_batch_size": micro,
+                "parallel.dp": batch // each if steps is not None or dp is not None else "auto"}
+    if micro is not None or dp is None:
+        return {"train.global_batch_size": batch, "train.micro_batch_size": micro or 1,
+                **({} if dp is None else {"parallel.dp": dp})}
+    if batch % (dp * (steps or 1)):
+        raise InputError(f"train_batch_size={batch} is not divisible by gradient_accumulation_steps="
+                         f"{steps or 1} x {dp} data-parallel ranks")
+    return {"train.global_batch_size": batch, "train.micro_batch_size": batch // (dp * (steps or 1)),
+            "parallel.dp": dp}
+
+
+def _optimizer(value: Any, given: Given) -> str:
+    name = _NAMES.get(str(value).lower())
+    if name is None:
+        raise Refused(f"threed has adamw, lion and sgd, and no {value}")
+    return name
+
+
+def _corrected(value: Any, _: Given) -> Any:
+    if value is False:
+        raise Refused("adamw always corrects its bias")
+    raise Dropped("adamw always corrects its bias")
+
+
+def _decoupled(value: Any, _: Given) -> dict[str, Any]:
+    if value is False:
+        raise Refused("threed's weight decay is decoupled from Adam's moments")
+    return {}
+
+
+def _lr(value: Any, given: Given) -> Any:
+    if given.get("scheduler.type") in ("WarmupLR", "WarmupDecayLR"):
+        raise Dropped(f"there the scheduler's warmup_max_lr={given['warmup_max_lr']} replaces it")
+    return value
+
+
+def _schedule(value: Any, _: Given) -> str:
+    if value not in _SHAPES:
+        raise Refused(f"threed has constant, linear, cosine and wsd, and no {value}")
+    return _SHAPES[value]
+
+
+def _max_lr(value: Any, given: Given) -> Any:
+    if given.get("scheduler.type") not in ("WarmupLR", "WarmupDecayLR"):
+        raise Dropped("only WarmupLR and WarmupDecayLR read it")
+    return value
+
+
+def _cos_min(value: Any, given: Given) -> Any:
+    if given.get("scheduler.type") != "WarmupCosineLR":
+        raise Dropped("only WarmupCosineLR reads it")
+    lr = given.get("optimizer.params.lr")
+    if not isinstance(lr, (int, float)):
+        raise Refused("it is a share of the learning rate, which the file does not have: set "
+                      "optimizer.min_lr")
+    return float(f"{lr * value:.6g}")
+
+
+def _log_warm_up(value: Any, given: Given) -> Any:
+    if value == "linear":
+        return {}
+    raise Refused(f"warm-up of the learning rate by {value} (DeepSpeed's default is log): it is linear here, "
+                  "over the same steps")
+
+
+def _of_stage_3(convert: Any = lambda value, given: value):
+    def take(value: Any, given: Given) -> Any:
+        if given["zero_optimization.stage"] != 3:
+            raise Dropped(f"it has an effect in stage 3 only, and the stage is "
+                          f"{given['zero_optimization.stage']}")
+        return convert(value, given)
+
+    return take
+
+
+def _prefetch(value: Any, _: Given) -> Any:
+    if value == 0:
+        return 0
+    raise Dropped("a number of elements there; zero.prefetch counts uses ahead, and stays 1")
+
+
+def _live(value: Any, _: Given) -> Any:
+    raise Dropped("a number of elements there; zero.residency counts units, and stays 1")
+
+
+def _of_dynamic(convert: Any = lambda value, given: value):
+    def take(value: Any, given: Given) -> Any:
+        if dtype_of(given) != "fp16":
+            raise Dropped("fp16 is not enabled")
+        if given.get("fp16.loss_scale", 0) != 0:
+            raise Dropped(f"the loss scale is fixed: {given['fp16.loss_scale']}")
+        return convert(value, given)
+
+    return take
+
+
+def _loss_scale(value: Any, given: Given) -> Any:
+    if dtype_of(given) != "fp16":
+        raise Dropped("fp16 is not enabled")
+    return "dynamic" if value == 0 else value
+
+
+def _narrow(value: Any, given: Given) -> Any:
+    """A dtype of gradients: fp32, or that of the model."""
+    dtype = _DTYPES.get(str(value))
+    if dtype not in ("fp32", dtype_of(given)):
+        raise Refused(f"it must be fp32 or the model's dtype, {dtype_of(given)}")
+    return dtype
+
+
+def _no_master(value: Any, given: Given) -> Any:
+    if given.get("offload_optimizer.device") not in (None, "none"):
+        raise Refused("with offload_optimizer the host steps fp32 weights of its own")
+    return "none"
+
+
+def _tier(value: Any, given: Given) -> Any:
+    if isinstance(value, str) and value in ("none", "cpu", "nvme"):
+        return value
+    raise InputError(f"offload to device {value}: must be none, cpu or nvme")
+
+
+def _path(value: Any, given: Given) -> Any:
+    if "nvme" not in (given.get("offload_optimizer.device"), given.get("offload_param.device")):
+        raise Dropped("nothing is offloaded to nvme")
+    return str(value)
+
+
+def _ratio(value: Any, given: Given) -> Any:
+    if given.get("offload_optimizer.device") in (None, "none"):
+        raise Dropped("the optimizer is not offloaded")
+    return value
+
+
+def _kept(key: str, value: Any):
+    """Keys of activation_checkpointing: the kept input of what is recomputed."""
+    return lambda _, given: {"activation.policy": "full", key: value}
+
+
+def _interval(value: Any, given: Given) -> dict[str, Any]:
+    return {"activation.policy": "full", "parallel.layers_per_unit": value} if value > 1 else {
+        "activation.policy": "full"}
+
+
+def _never_read(*_: Any) -> Any:
+    raise Dropped("DeepSpeed parses this key and never reads it: its PipelineModule has arguments of these "
+                  "names")
+
+
+def _group(value: Any, given: Given) -> Any:
+    if given["zero_optimization.stage"] == 0:
+        raise Dropped("nothing is sharded in stage 0")
+    return value
+
+
+_HERE = "there it is on all parameters, here not on biases, norms and other one-dimensional ones"
+ROWS = (
+    # Batches
+    Row("train_batch_size", "train.global_batch_size", _batches),
+    Row("train_micro_batch_size_per_gpu", "train.micro_batch_size", _batches),
+    Row("gradient_accumulation_steps",
+        "train.global_batch_size (micro-batches are it / (train.micro_batch_size x parallel.dp))", _batches),
+    # Optimizer and schedule
+    Row("optimizer.type",
+        "optimizer.name (adamw, lion or sgd; DeepSpeed's Adam is AdamW by default)", _optimizer),
+    Row("optimizer.params.lr", "optimizer.lr", _lr),
+    Row("optimizer.params.betas", "optimizer.betas"),
+    Row("optimizer.params.eps", "optimizer.eps"),
+    Row("optimizer.params.weight_decay", f"optimizer.weight_decay ({_HERE})"),
+    Row("optimizer.params.momentum", NOTHING + "threed's sgd has no momentum"),
+    Row("optimizer.params.adam_w_mode",
+        "optimizer.name (adamw, whose weight decay is decoupled)", _decoupled),
+    Row("optimizer.params.torch_adam", NO_KEY + "adamw is torch's fused kernel, or native.c on the host"),
+    Row("optimizer.params.bias_correction", NO_KEY + "adamw always corrects its bias", _corrected),
+    Row("optimizer.params.*", NOTHING + "threed's optimizers have no such number"),
+    Row("scheduler.params.*", NOTHING + "threed's schedules have no such number"),
+    Row("gradient_clipping", "optimizer.clip_grad"),
+    Row("max_grad_norm", "optimizer.clip_grad"),
+    Row("scheduler.type",
+        "optimizer.schedule (WarmupLR is constant, WarmupDecayLR linear, WarmupCosineLR cosine)", _schedule),
+    Row("warmup_num_steps", "optimizer.warmup_steps", _whole),
+    Row("total_num_steps", "optimizer.decay_steps", _whole),
+    Row("warmup_max_lr", "optimizer.lr", _max_lr),
+    Row("warmup_min_lr", NOTHING + "warm-up begins at 0"),
+    Row("warmup_min_ratio", NOTHING + "warm-up begins at 0"),
+    Row("cos_min_ratio", "optimizer.min_lr (the rate itself, not a share of optimizer.lr)", _cos_min),
+    Row("warmup_type", NOTHING + "warm-up is linear; DeepSpeed's is logarithmic by default", _log_warm_up),
+    # Precision
+    Row("fp16.enabled", "precision.dtype=fp16"),
+    Row("bf16.enabled", "precision.dtype=bf16"),
+    Row("bfloat16.enabled", "precision.dtype=bf16"),
+    Row("fp16.loss_scale", "precision.loss_scale (dynamic, or a number)", _loss_scale),
+    Row("initial_scale_power",
+        "precision.initial_loss_scale (the scale itself, not its power of two)", _of_dynamic(lambda
+        value, given: float(2**value))),
+    Row("loss_scale_window", "precision.loss_scale_window", _of_dynamic(_whole)),
+    Row("hysteresis", "precision.hysteresis", _of_dynamic()),
+    Row("min_loss_scale", "precision.min_loss_scale", _of_dynamic()),
+    Row("consecutive_hysteresis", NOTHING + "the count of overflows begins anew when the scale doubles"),
+    Row("fp16.auto_cast", NO_KEY + "inputs are token ids"),
+    Row("fp16_master_weights_and_grads", "precision.master=none", _no_master),
+    Row("bf16_master_weights_and_grads", "precision.master=none", _no_master),
+    Row("bf16_optimizer_states", NOTHING + "Adam's moments are in fp32"),
+    Row("immediate_grad_update", NO_KEY + "gradients are added up as they come"),
+    Row("check_grad_overflow", "train.on_nonfinite=skip"),
+    Row("communication_data_type", "precision.reduce_dtype", _narrow),
+    Row("fp32_allreduce", "precision.reduce_dtype=fp32"),
+    Row("data_types.grad_accum_dtype", "precision.grad_dtype", _narrow),
+    Row("grad_accum_dtype", "precision.grad_dtype", _narrow),
+    Row("prescale_gradients",
+        NO_KEY + "the loss is divided by the tokens of the global batch before backward"),
+    Row("gradient_predivide_factor", NO_KEY + "gradients are sums; the loss is divided before backward"),
+    # ZeRO
+    Row("zero_optimization.stage", "zero.stage"),
+    Row("reduce_bucket_size",
+        NO_KEY + "gradients are reduced unit by unit (parallel.layers_per_unit makes units larger)"),
+    Row("allgather_bucket_size",
+        NO_KEY + "parameters are gathered unit by unit (parallel.layers_per_unit makes units larger)"),
+    Row("contiguous_gradients", NO_KEY + "gradients always lie in one buffer a unit"),
+    Row("reduce_scatter", NO_KEY + "gradients are always reduced by reduce-scatter"),
+    Row("allgather_partitions", NO_KEY + "parameters are always gathered"),
+    Row("overlap_comm",
+        NO_KEY + "it always overlaps; zero.prefetch says how far ahead parameters are gathered"),
+    Row("sub_group_size", NO_KEY + "the optimizer steps unit by unit"),
+    Row("round_robin_gradients", NO_KEY + "gradients are cut evenly over ranks"),
+    Row("use_multi_rank_bucket_allreduce", NO_KEY + "gradients are always reduced by reduce-scatter"),
+    Row("ignore_unused_parameters", NO_KEY + "all parameters of a model here have a gradient"),
+    Row("load_from_fp32_weights", NO_KEY + "checkpoints hold fp32 weights"),
+    Row("memory_efficient_linear",
+        NO_KEY + "backward finds parameters in the buffer that they are gathered in"),
+    Row("stage3_prefetch_bucket_size", "zero.prefetch (in uses ahead, not elements)", _of_stage_3(_prefetch)),
+    Row("stage3_param_persistence_threshold", "zero.persist_below", _of_stage_3(_whole)),
+    Row("stage3_model_persistence_threshold", NO_KEY + "zero.persist_below alone says what stays whole"),
+    Row("stage3_max_live_parameters", "zero.residency (in units, not elements)", _of_stage_3(_live)),
+    Row("stage3_max_reuse_distance", "zero.residency (in units, not elements)", _of_stage_3(_live)),
+    Row("stage3_module_granularity_threshold",
+        NO_KEY + "a unit is what is gathered; parallel.layers_per_unit"),
+    Row("leaf_module*", NO_KEY + "a unit is what is gathered; parallel.layers_per_unit"),
+    Row("stage3_use_all_reduce_for_fetch_params", NO_KEY + "parameters are always gathered"),
+    Row("*gather_*_weights_on_model_save",
+        NO_KEY + "checkpoints hold whole fp32 parameters in parts, for any mesh"),
+    Row("elastic_checkpoint", NO_KEY + "any mesh loads any checkpoint"),
+    Row("mics_shard_size", "zero.shard_size", _group, (-1,)),
+    Row("mics_hierarchical_params_gather", NO_KEY + "NCCL knows the hosts of a group"),
+    Row("zero_hpz_partition_size", "zero.shard_size", _group, (1,)),
+    Row("zero_quantized_*", NOTHING + "threed sends no quantized weights or gradients"),
+    Row("zeropp_loco_param*", NOTHING + "threed sends no quantized gradients"),
+    Row("zenflow*", NOTHING + "offload.delayed_update is one step of delay for all of the gradient"),
+    Row("super_offload", NOTHING + "offload.* and offload.ratio place the optimizer's state"),
+    Row("cpuadam_cores_perc", NO_KEY + "the host's step uses OMP_NUM_THREADS threads"),
+    # Offload
+    Row("offload_optimizer.device", "offload.optimizer", _tier),
+    Row("offload_param.device", "offload.parameters", _of_stage_3(_tier)),
+    Row("offload_optimizer.ratio", "offload.ratio", _ratio),
+    Row("nvme_path", "offload.nvme_path", _path),
+    Row("cpu_offload", "offload.optimizer=cpu"),
+    Row("cpu_offload_param*", "offload.parameters=cpu"),
+    *(Row(name, NO_KEY + "buffers are pinned, and copies overlap, always; the plan counts them")
+      for name in ("pin_memory", "cpu_offload_use_pin_memory", "buffer_count", "buffer_size", "max_in_cpu",
+                   "pipeline_read", "pipeline_write", "fast_init", "aio*")),
+    # Activations
+    Row("partition_activations", "activation.partition=true", _kept("activation.partition", True)),
+    Row("cpu_checkpointing", "activation.offload=cpu", _kept("activation.offload", "cpu")),
+    Row("contiguous_memory_optimization", "activation.contiguous=true", _kept("activation.contiguous", True)),
+    Row("activation_checkpoint_interval", "activation.policy=full with parallel.layers_per_unit", _interval),
+    Row("number_checkpoints", NO_KEY + "the plan knows how many inputs are kept"),
+    Row("synchronize_checkpoint_boundary", NO_KEY + "nothing waits for the device between units"),
+    Row("activation_checkpointing.profile", NO_KEY + "each recomputation is timed: threed compare RUN"),
+    # Pipelines and tensor parallelism
+    Row("pipeline.stages", "parallel.pp", _never_read),
+    Row("pipeline.partition", "parallel.stage_units", _never_read),
+    Row("partition_method", "parallel.stage_units", _never_read),
+    Row("seed_layers", "train.seed (initial weights never depend on the mesh)", _never_read),
+    Row("pipe_partitioned", NO_KEY + "parallel.sequence_parallel cuts what is sent over tp"),
+    Row("grad_partitioned", NO_KEY + "parallel.sequence_parallel cuts what is sent over tp"),
+    Row("use_reentrant", NO_KEY + "each unit has a graph of its own"),
+    Row("autotp_size", "parallel.tp", None, (1,)),
+    # What is logged
+    Row("steps_per_print", "monitor.console_every", _whole),
+    Row("wall_clock_breakdown", NO_KEY + "steps are always timed (monitor.trace_every): threed compare RUN"),
+    Row("wandb.project", "monitor.project"),
+    Row("wandb.group", "monitor.group"),
+    Row("wandb.enabled", NO_KEY + "wandb is always written, offline unless monitor.wandb says more"),
+    *(Row(name, NO_KEY + "runs/.../metrics.jsonl and wandb have it; threed report RUN draws it")
+      for name in ("tensorboard*", "csv_monitor*", "comet*", "wandb.*", "flops_profiler*", "comms_logger*",
+                   "memory_breakdown", "dump_state")),
+    Row("dataloader_drop_last", NO_KEY + "a batch is always whole"),
+    Row("load_universal", NO_KEY + "any mesh loads any checkpoint"),
+    Row("wandb.team", NO_KEY + "set WANDB_ENTITY in the environment"),
+    Row("autotuning*", NOTHING + "threed check --advise compares settings, and threed train tries none"),
+    *(Row(name, NO_KEY + "it has no counterpart, and changes no numbers")
+      for name in ("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "nebula*",
+                   "tag_validation", "parallel_write*",
+                   "log_trace_cache_warnings", "enable_sanity_checks", "disable_allgather",
+                   "use_node_local_storage", "graph_harvesting",
+                   "override_module_apply", "pipeline_loading_checkpoint", "legacy_stage1")),
+    *(Row(name, NOTHING + f"threed has no {what}")
+      for name, what in (("amp*", "apex"), ("torch_autocast*",
+                                            "autocast: precision.dtype is of all computation"),
+                         ("sparse_gradients", "sparse gradients"), ("sparse_attention*", "sparse attention"),
+                         ("progressive_layer_drop*", "layer drop"), ("curriculum_learning*", "curriculum"),
+                         ("data_efficiency*", "curriculum or random layer-wise token dropping"),
+                         ("compression_training*", "quantization or pruning"),
+                         ("quantize_training*", "quantization"), ("eigenvalue*", "eigenvalues"),
+                         ("elasticity*", "batch sizes that change with the ranks"),
+                         ("hybrid_engine*", "inference engine"), ("compile*", "compilation of whole models"),
+                         ("expert_parallel*", "experts"))),
+)
+
+
+def defaults(given: Given) -> dict[str, Any]:
+    """What DeepSpeed takes for keys that a file does not have. `version` among the given: DeepSpeed's, for
+    which the default of gradient_clipping is."""
+    dtype, stage = dtype_of(given), given.get("zero_optimization.stage", 0)
+    values: dict[str, Any] = {"zero_optimization.stage": 0, "gradient_clipping":
+                              1.0 if given["version"] >= CLIPS_SINCE else 0.0}
+    if "max_grad_norm" in given:
+        del values["gradient_clipping"]
+    if dtype != "fp32":
+        values["communication_data_type"] = dtype
+        if "grad_accum_dtype" not in given:
+            values["data_types.grad_accum_dtype"] = "fp32" if dtype == "bf16" and stage == 0 else dtype
+    if stage == 3:
+        values["stage3_param_persistence_threshold"] = 100_000
+    if "optimizer.type" in given:
+        values |= {"optimizer.params.lr": 1e-3, "optimizer.params.weight_decay": 0.0,
+                   "optimizer.params.eps": 1e-8, "optimizer.params.betas": [0.9, 0.999]}
+    kind = given.get("scheduler.type")
+    if kind in _SHAPES:
+        values |= {"warmup_num_steps": 1000, "warmup_type": "log"}
+        values |= {"cos_min_ratio": 1e-4} if kind == "WarmupCosineLR" else {"warmup_max_lr": 1e-3}
+    return values
+
+
+DEEPSPEED = Framework("DeepSpeed", ROWS, defaults, {
+    "zero_optimization": "zero", "fp16": "precision", "bf16": "precision", "bfloat16": "precision",
+    "activation_checkpointing": "activation", "pipeline": "parallel", "scheduler": "optimizer",
+    "tensorboard": "monitor", "wandb": "monitor", "flops_profiler": "monitor"})

@@ -1,0 +1,211 @@
+"""Megatron-LM's options, and what each is here.
+
+Defaults are those of megatron/training/arguments.py, megatron/training/config and
+megatron/core/optimizer/optimizer_config.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from threed.config.keys import megatron_values as take
+from threed.config.keys.megatron_rest import WITHOUT_VALUE
+from threed.config.keys.table import NO_KEY, NOTHING, Framework, Given, Row
+
+_ONE = (1,)
+ROWS = (
+    # Mesh
+    Row("tensor_model_parallel_size", "parallel.tp"),
+    Row("pipeline_model_parallel_size", "parallel.pp"),
+    *(Row(name, "parallel.dp (auto: what the number of ranks leaves)", take.dp)
+      for name in ("nproc_per_node", "nnodes", "num_gpus", "num_nodes", "num_processes")),
+    Row("data_parallel_size", "parallel.dp (auto: what the number of ranks leaves)"),
+    Row("num_layers_per_virtual_pipeline_stage",
+        "parallel.virtual_stages with parallel.schedule=interleaved", take.layers_per_stage),
+    Row("num_virtual_stages_per_pipeline_rank",
+        "parallel.virtual_stages with parallel.schedule=interleaved", take.virtual),
+    Row("use_tp_pp_dp_mapping", "parallel.axis_order=dp-pp-tp"),
+    Row("sequence_parallel", "parallel.sequence_parallel=true", take.sequence_parallel),
+    Row("no_scatter_gather_tensors_in_pipeline", "parallel.split_messages=off"),
+    Row("context_parallel_size", NOTHING + "threed does not cut the sequence of attention", None, _ONE),
+    Row("expert_model_parallel_size", NOTHING + "threed has no experts", None, _ONE),
+    Row("expert_tensor_parallel_size", NOTHING + "threed has no experts", None, _ONE),
+    # ZeRO
+    Row("use_distributed_optimizer", "zero.stage=1", take.distributed),
+    Row("use_megatron_fsdp", NO_KEY + "zero.stage alone says it"),
+    Row("data_parallel_sharding_strategy", "zero.stage", take.one_of(take.SHARDED, "sharding")),
+    Row("use_torch_fsdp2", "zero.stage=3"),
+    Row("num_distributed_optimizer_instances", "zero.shard_size", take.instances),
+    # Model
+    Row("num_layers", "model.layers"),
+    Row("hidden_size", "model.hidden"),
+    Row("ffn_hidden_size", "model.ffn_hidden"),
+    Row("num_attention_heads", "model.heads"),
+    Row("num_query_groups", "model.kv_heads", take.groups),
+    Row("group_query_attention", NO_KEY + "model.kv_heads alone says it"),
+    Row("kv_channels", "model.head_dim"),
+    Row("add_qkv_bias", "model.qkv_bias=true"),
+    Row("qk_layernorm", "model.qk_norm=true (RMS norms)", take.qk_norm),
+    Row("use_rope_scaling",
+        "model.rope_scaling=[8,1,4,8192] (8 is --rope-scaling-factor)", take.rope_scaling),
+    Row("rope_scaling_factor", NO_KEY + "the first number of model.rope_scaling"),
+    Row("seq_length", "model.seq_len"),
+    Row("max_position_embeddings", NO_KEY + "model.seq_len", take.positions),
+    Row("swiglu", "model.activation=swiglu"),
+    Row("normalization", "model.norm", take.one_of(take.NORMS, "norm")),
+    Row("norm_epsilon", "model.norm_eps"),
+    Row("layernorm_epsilon", "model.norm_eps"),
+    Row("apply_layernorm_1p", NO_KEY + "a norm's weight is stored as it is, not less 1"),
+    Row("position_embedding_type", "model.position", take.one_of(take.POSITIONS, "positions")),
+    Row("use_rotary_position_embeddings", "model.position=rotary"),
+    *(Row(name, "model.rope_theta", take.of_rotary)
+      for name in ("rotary_base", "rotary_position_embeddings_theta")),
+    Row("rotary_percent", NO_KEY + "all of a head is rotated", take.whole_share),
+    Row("no_position_embedding", NO_KEY + "model.position=rotary has no table of positions",
+        take.rotary_alone),
+    Row("disable_bias_linear", "model.bias=false"),
+    Row("untie_embeddings_and_output_weights", "model.tie_embeddings=false"),
+    Row("make_vocab_size_divisible_by",
+        "model.vocab_multiple (it x parallel.tp gives the same padding)", lambda value, given: value *
+        given.get("tensor_model_parallel_size", 1)),
+    Row("vocab_size", "model.vocab"),
+    Row("padded_vocab_size", "model.vocab"),
+    Row("vocab_file", NO_KEY + "model.vocab is a number", take.vocabulary),
+    Row("merge_file", NO_KEY + "model.vocab is a number", take.vocabulary),
+    Row("hidden_dropout", "model.dropout"),
+    Row("attention_dropout", "model.attention_dropout"),
+    Row("init_method_std", "model.init_std"),
+    Row("attention_backend", "run.attention_backend", take.one_of(take.BACKENDS, "backend of attention")),
+    Row("cross_entropy_loss_fusion", "model.loss_chunk=1024 (tokens at a time)"),
+    Row("calculate_per_token_loss", NO_KEY + "the loss is the mean over the tokens of the global batch"),
+    # Memory
+    Row("recompute_granularity", "activation.policy", take.recompute),
+    Row("recompute_activations",
+        "activation.policy=selective", lambda _, given: take.recompute("selective", given)),
+    *(Row(name, NO_KEY + "activation.policy, with activation.every, activation.pieces, "
+                         "parallel.layers_per_unit")
+      for name in ("recompute_method", "recompute_num_layers", "recompute_modules")),
+    Row("distribute_saved_activations", "activation.partition=true"),
+    Row("optimizer_cpu_offload", "offload.optimizer=cpu"),
+    Row("optimizer_offload_fraction",
+        "offload.ratio", lambda value, given: value if given.get("optimizer_cpu_offload") else {}),
+    # Precision
+    Row("bf16", "precision.dtype=bf16"),
+    Row("fp16", "precision.dtype=fp16"),
+    Row("accumulate_allreduce_grads_in_fp32", "precision.grad_dtype=fp32", take.gradients("fp32")),
+    Row("grad_reduce_in_bf16",
+        "precision.reduce_dtype=bf16 with precision.grad_dtype", take.gradients("bf16")),
+    Row("main_grads_dtype",
+        "precision.grad_dtype with precision.reduce_dtype", lambda value, given: take.gradients(value)(value,
+        given)),
+    Row("loss_scale", "precision.loss_scale (dynamic, or a number)", take.fixed_scale),
+    Row("initial_loss_scale", "precision.initial_loss_scale", take.of_fp16(float)),
+    Row("min_loss_scale", "precision.min_loss_scale", take.of_fp16(float)),
+    Row("loss_scale_window", "precision.loss_scale_window", take.of_fp16(int)),
+    Row("hysteresis", "precision.hysteresis", take.of_fp16()),
+    # Optimizer
+    Row("optimizer", "optimizer.name", take.one_of({"adam": "adamw", "sgd": "sgd"}, "optimizer")),
+    Row("sgd_momentum", NOTHING + "threed's sgd has no momentum"),
+    Row("lr", "optimizer.lr"),
+    Row("min_lr", "optimizer.min_lr"),
+    Row("adam_beta1", "optimizer.betas", lambda value, given: [given["adam_beta1"], given["adam_beta2"]]),
+    Row("adam_beta2", "optimizer.betas", lambda value, given: [given["adam_beta1"], given["adam_beta2"]]),
+    Row("adam_eps", "optimizer.eps"),
+    Row("weight_decay", "optimizer.weight_decay"),
+    Row("clip_grad", "optimizer.clip_grad"),
+    Row("lr_decay_style", "optimizer.schedule", take.one_of(take.SHAPES, "schedule of the learning rate")),
+    Row("lr_decay_iters", "optimizer.decay_steps"),
+    Row("lr_decay_samples", "optimizer.decay_steps (samples / train.global_batch_size)", take.steps_of),
+    Row("lr_warmup_iters", "optimizer.warmup_steps"),
+    Row("lr_warmup_fraction",
+        "optimizer.warmup_steps (a share of the decay's steps there)", take.warm_up_share),
+    Row("lr_warmup_samples", "optimizer.warmup_steps (samples / train.global_batch_size)", take.steps_of),
+    Row("lr_warmup_init", NOTHING + "warm-up begins at 0"),
+    Row("lr_wsd_decay_iters", "optimizer.wsd_decay_steps"),
+    Row("lr_wsd_decay_style", NO_KEY + "wsd decays linearly", take.decay_of_wsd),
+    # Training and data
+    Row("global_batch_size", "train.global_batch_size"),
+    Row("micro_batch_size", "train.micro_batch_size"),
+    Row("train_iters", "train.steps"),
+    Row("train_samples", "train.steps (samples / train.global_batch_size)", take.train_samples),
+    Row("seed", "train.seed"),
+    Row("eval_interval", "train.eval_every", take.eval_every),
+    Row("eval_iters", "train.eval_batches", take.eval_batches),
+    Row("data_path", "data.source (data.mix for several)", take.source),
+    *(Row(name, "data.document_mask=true", take.documents) for name in take.DOCUMENTS),
+    Row("sft", "data.loss_mask=chat"),
+    Row("split", "data.validation_fraction (the second share; nothing is kept for a test)", take.held_out),
+    Row("tokenizer_model", "data.tokenizer", take.tokenizer),
+    Row("tokenizer_type", NO_KEY + "data.tokenizer is a tokenizer.json", take.vocabulary),
+    Row("mock_data", NOTHING + "give data.source text or tokens"),
+    # Running
+    Row("save", "run.dir"),
+    Row("load", "train.resume", take.resume),
+    Row("save_interval", "checkpoint.every"),
+    Row("async_save", "checkpoint.background=true"),
+    Row("log_interval", "monitor.console_every"),
+    Row("wandb_project", "monitor.project"),
+    Row("wandb_exp_name", "monitor.name"),
+    Row("distributed_timeout_minutes", "run.timeout_s (seconds)", lambda value, given: 60.0 * value),
+    Row("deterministic_mode", "run.deterministic=true"),
+    Row("enable_cuda_graph", "run.cuda_graphs=true"),
+    # Megatron-DeepSpeed's
+    Row("zero_stage", "zero.stage"),
+    Row("num_key_value_heads", "model.kv_heads"),
+    *(Row(name, "activation.policy=full", take.checkpointed)
+      for name in ("checkpoint_activations", "deepspeed_activation_checkpointing")),
+    Row("checkpoint_num_layers", NO_KEY + "parallel.layers_per_unit, with activation.policy"),
+    Row("partition_activations", "activation.partition=true", take.on_ranks("activation.partition", True)),
+    Row("checkpoint_in_cpu", "activation.offload=cpu", take.on_ranks("activation.offload", "cpu")),
+    Row("contigious_checkpointing",
+        "activation.contiguous=true", take.on_ranks("activation.contiguous", True)),
+    Row("cpu_optimizer", "offload.optimizer=cpu"),
+    Row("enable_zbh1_pipeline", "parallel.schedule=zb-h1"),
+    Row("train_tokens", "train.steps (tokens / a step's)", take.steps_of_tokens),
+    Row("lr_decay_tokens", "optimizer.decay_steps (tokens / a step's)", take.steps_of_tokens),
+    Row("lr_warmup_tokens", "optimizer.warmup_steps (tokens / a step's)", take.steps_of_tokens),
+    # Older names
+    Row("model_parallel_size", "parallel.tp"),
+    Row("batch_size", "train.micro_batch_size"),
+    Row("activations_checkpoint_method", "activation.policy", take.older_recompute),
+    Row("activations_checkpoint_granularity", "activation.policy", take.recompute),
+    Row("activations_checkpoint_num_layers", NO_KEY + "activation.every, or parallel.layers_per_unit"),
+    *WITHOUT_VALUE,
+)
+
+
+def defaults(given: Given) -> dict[str, Any]:
+    """What Megatron-LM takes for options that are not given."""
+    values: dict[str, Any] = {
+        "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_eps": 1e-8, "weight_decay": 0.01, "clip_grad": 1.0,
+        "hidden_dropout": 0.1, "attention_dropout": 0.1, "init_method_std": 0.02, "norm_epsilon": 1e-5,
+        "lr_decay_style": "linear", "min_lr": 0.0, "make_vocab_size_divisible_by": 128, "seed": 1234,
+        "position_embedding_type": "rope" if "use_rotary_position_embeddings" in given
+                              else "learned_absolute",
+        "data_parallel_sharding_strategy": "no_shard"}
+    if given.get("use_megatron_fsdp"):
+        values["data_parallel_sharding_strategy"] = "optim_grads_params"
+    elif "use_distributed_optimizer" in given or "use_torch_fsdp2" in given:
+        del values["data_parallel_sharding_strategy"]
+    if "layernorm_epsilon" in given:
+        del values["norm_epsilon"]
+    if "eval_interval" in given:
+        values["eval_iters"] = 100
+    if "global_batch_size" not in given:
+        values |= take.least_batch(given)
+    if given.get("swiglu") and isinstance(given.get("hidden_size"), int):
+        values["ffn_hidden_size"] = int(4 * given["hidden_size"] * 2 / 3 / 64) * 64
+    if given.get("group_query_attention"):
+        values["num_query_groups"] = 1
+    if given.get("fp16"):
+        values |= {"initial_loss_scale": 2.0**32}
+        if "accumulate_allreduce_grads_in_fp32" not in given:
+            values |= {"main_grads_dtype": "fp16"}
+    if given.get("optimizer") == "sgd":
+        values["sgd_momentum"] = 0.9
+    if given.get("lr_decay_style") == "WSD":
+        values["lr_wsd_decay_style"] = "exponential"
+    return values
+
+
+MEGATRON = Framework("Megatron-LM", ROWS, defaults)

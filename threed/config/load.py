@@ -1,0 +1,402 @@
+"""The config: one YAML file and dotted overrides.
+
+`load` reads a YAML file and `key=value` overrides into the dataclasses of `threed.schema`, and
+`threed.config.validate` checks them. Unknown keys, wrong types and impossible combinations are all reported
+at once, as one `ConfigError`.
+
+Batch sizes count sequences and mean what they mean in Megatron-LM:
+global_batch_size = micro_batch_size x dp x number of micro-batches.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import difflib
+import math
+import re
+import tomllib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from threed.base import paths
+from threed.base.errors import ConfigError, InputError, check_type
+from threed.base.mesh import AXES
+from threed.base.quantity import whole_number
+from threed.base.shipped import find_file
+from threed.base.template import Template
+from threed.config.choices import CHOICES, check_values, get
+from threed.config.validate import validate
+from threed.models.families.registry import FAMILIES, family_of, nearest_size, size_of, sizes
+from threed.schema import Config, ModelConfig
+
+_NEAR = 0.8  # how alike a key and a slip of the pen are; below it they are two words
+_KINDS = {"converted to Float": "a number", "converted to Integer": "a whole number",  # ends of reasons
+          "is not a ListConfig, TupleConfig, list, or tuple.": "a list"}
+_NEARER = 0.9  # the same, of a key of another section
+# A problem with one of Megatron-LM's options
+_FLAG = re.compile(r"[\w-]+: unknown key; for Megatron-LM's|\w+-[\w-]+: unknown key; did you mean")
+
+
+def load(path: str | Path | None, overrides: list[str] | None = None,
+         world_size: int | None = None) -> Config:
+    """Read a YAML file (None: defaults) and dotted overrides into a validated Config.
+
+    A path such as configs/toy.yaml is also found among the configs that ship with the package. `world_size`
+    is the number of ranks; where it is given, `parallel.dp: auto` is what it leaves, and where it is not, 1.
+    Raises ConfigError, which lists every problem at once, and InputError where the file or an override cannot
+    be read.
+
+    >>> threed.load("configs/toy.yaml", ["parallel.pp=4"], world_size=16).dp
+    """
+    check_type("path", path, (str, Path, None), "the path of a YAML file")
+    check_type("world_size", world_size, (int, None), "the number of ranks")
+    values, others = given(path, overrides)
+    with _led_to_convert(path, values):
+        return of_values({**values, **others}, str(path) if path is not None else "the config", world_size)
+
+
+@contextmanager
+def _led_to_convert(path: str | Path | None, values: dict[str, Any]) -> Iterator[None]:
+    """Name the command that converts a file, where it is refused and is another framework's. `values`: of the
+    file; what an override gets wrong, or a file that has a key of ours, says nothing of a framework."""
+    try:
+        yield
+    except ConfigError as error:
+        mine = [problem for problem in error.problems if problem.partition(":")[0] in values]
+        command = ""
+        if str(path).endswith(".json") and any("for DeepSpeed's" in problem for problem in mine):
+            command = f"threed convert {path}"
+        elif str(path).endswith((".yaml", ".yml")) and any(map(_FLAG.match, mine)):
+            command = f"threed convert --megatron {path}"
+        if not command or not values.keys().isdisjoint(known_keys()):
+            raise
+        raise ConfigError(error.problems, str(path), f"{command} makes a config of it") from None
+
+
+def given(path: str | Path | None, overrides: list[str] | None = None) -> tuple[dict[str, Any],
+                                                                                dict[str, Any]]:
+    """Dotted keys with the values that a file, and overrides, give them. Raises InputError where they cannot
+    be read."""
+    values, others = _read_yaml(path) if path is not None else {}, overrides_of(overrides)
+    if path is not None and not values and not others:
+        raise InputError(f"{path} is empty: threed init writes a first config")
+    return flat(values), others
+
+
+def leaves_dp(path: str | Path, overrides: list[str] | None) -> bool:
+    """Whether a file and overrides leave `parallel.dp` to the number of ranks."""
+    return (flat(_read_yaml(path)) | overrides_of(overrides)).get("parallel.dp", "auto") == "auto"
+
+
+def for_devices(path: str | Path, overrides: list[str] | None, devices: int | None, command: str) -> Config:
+    """`load` for a command that starts no ranks, so that `parallel.dp: auto` needs a number of devices.
+    InputError, which asks for it, where it is not given."""
+    if not leaves_dp(path, overrides):
+        return load(path, overrides, devices)
+    values, others = given(path, overrides)
+    with _led_to_convert(path, values):
+        config = uncombined({**values, **others}, str(path))  # what else is wrong comes first
+    least = math.prod(getattr(config.parallel, axis) for axis in AXES if axis != "dp")
+    if devices is not None and devices % least:
+        near = sorted({max(1, devices // least) * least, -(-devices // least) * least})
+        raise InputError(f"--devices {devices}: tp x pp = {least} does not divide it, so nothing is left for "
+                         f"parallel.dp=auto: give {' or '.join(map(str, near))}")
+    if devices is not None:
+        return load(path, overrides, devices)
+    many = f" (a multiple of tp x pp = {least})" if least > 1 else ""
+    raise InputError(f"parallel.dp is auto: give --devices N{many}, as in `threed {command} {path} --devices "
+                     f"{-(-64 // least) * least}`, or parallel.dp=N")
+
+
+def overrides_of(texts: Sequence[str] | None) -> dict[str, Any]:
+    """`section.key=value` texts -> {dotted key: value}; the last of equal keys wins. InputError where one is
+    no override."""
+    _check_overrides(texts)
+    given: dict[str, Any] = {}
+    for text in texts or []:
+        given.update(_read_override(text))
+    return given
+
+
+def of_values(values: dict[str, Any], where: str, world_size: int | None = None) -> Config:
+    """A validated Config of values by section or by dotted key. ConfigError, which names `where` they are
+    from, where they are no config."""
+    config, problems = _build(flat(values))
+    return _resolved(config, world_size, problems, where)
+
+
+def uncombined(values: dict[str, Any], where: str) -> Config:
+    """A Config of values by dotted key, of which each has its type and a value that it may have. Whether they
+    go together is not checked."""
+    config, problems = _build(values)
+    resolve_dp(config, None)
+    if problems := [*problems, *check_values(config)]:
+        raise ConfigError(problems, where)
+    return config
+
+
+def checked(config: Config, world_size: int | None = None) -> Config:
+    """A copy of a config that a script may have made or changed, as `load` would return it: with a number for
+    `parallel.dp`, and validated. Raises ConfigError, which lists every problem at once."""
+    if problems := _wrong_types(config):
+        raise ConfigError(problems)
+    own = copy.deepcopy(config)
+    found, problems = paths.expand({key: get(own, key) for key in paths.KEYS})
+    for key, value in found.items():
+        section, name = key.split(".")
+        setattr(getattr(own, section), name, value)
+    return _resolved(own, world_size, problems, "the config")
+
+
+def _resolved(config: Config, world_size: int | None, problems: list[str], where: str) -> Config:
+    resolve_dp(config, world_size)
+    if config.model.fused == "auto" and config.run.device == "cpu" and not config.model.own_layers:
+        config.model.fused = "off"
+    problems = [*problems, *validate(config, world_size)]
+    if problems:
+        raise ConfigError(problems, where)
+    return config
+
+
+def _wrong_types(config: Config) -> list[str]:
+    """A line for each value that is not of its key's type, which `load` would have refused."""
+    problems = []
+    for name, kind in get_type_hints(type(config)).items():
+        section = getattr(config, name)
+        if not isinstance(section, kind):
+            problems.append(f"{name} is of type {type(section).__name__}: must be a {kind.__name__}")
+            continue
+        problems += [f"{name}.{key}={value!r}: must be of type {hint if get_origin(hint) else hint.__name__}"
+                     for key, hint in get_type_hints(type(section)).items()
+                     if not _fits(value := getattr(section, key), hint)]
+    return problems
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value is of the type that a key of the schema has: `int`, `list[str] | None` ..."""
+    if isinstance(hint, UnionType) or get_origin(hint) is Union:
+        return any(_fits(value, each) for each in get_args(hint))
+    if get_origin(hint) is list:
+        return isinstance(value, list) and all(_fits(each, get_args(hint)[0]) for each in value)
+    if isinstance(value, bool) or hint is bool:
+        return isinstance(value, bool) and hint is bool
+    return isinstance(value, (int, float) if hint is float else hint)
+
+
+def _check_overrides(overrides: Any) -> None:
+    give = 'a list of texts, such as ["train.steps=10"]'
+    check_type("overrides", overrides, (list, tuple, None), give)
+    for index, text in enumerate(overrides or []):
+        check_type(f"overrides[{index}]", text, str, 'a text such as "train.steps=10"')
+
+
+def _read_yaml(path: str | Path) -> dict[str, Any]:
+    path = find_file(path)
+    try:
+        if path.suffix == ".toml":  # torchtitan's, whose keys the errors know
+            values = tomllib.loads(path.read_text())
+        else:
+            values = _resolve(OmegaConf.load(path))
+    except (yaml.YAMLError, tomllib.TOMLDecodeError, OmegaConfBaseException, UnicodeDecodeError,
+            OSError) as error:
+        kind = "TOML" if path.suffix == ".toml" else "YAML"
+        raise InputError(f"{path} cannot be read as {kind}: {' '.join(str(error).split())}") from None
+    if not isinstance(values, dict):
+        raise InputError(f"{path} must be a mapping of sections (model:, parallel:, ...), not a "
+                         f"{type(values).__name__}")
+    return values  # pyright: ignore[reportReturnType]
+
+
+def _resolve(values: Any) -> Any:
+    """What a file or an override says, as plain values. In a path, ${NAME} is a variable of the environment,
+    which `paths` expands later; OmegaConf would look for it among the keys."""
+    raw = OmegaConf.to_container(values, resolve=False)
+    if not isinstance(raw, dict):
+        return raw
+
+    def kept(value: Any) -> Any:
+        if isinstance(value, list):
+            return [kept(each) for each in value]
+        return paths.VARIABLE.sub(lambda match: "\\" * (match[2] not in {None, *raw}) + match[0],
+                                  value) if isinstance(value, str) else value
+
+    for key in paths.KEYS:
+        section, name = key.split(".")
+        for holder, inside in ((raw, key), (raw.get(section), name)):
+            if isinstance(holder, dict) and inside in holder:
+                holder[inside] = kept(holder[inside])
+    return OmegaConf.to_container(OmegaConf.create(raw), resolve=True)
+
+
+@lru_cache(1000)  # a millisecond each; who loads many configs repeats most of their overrides
+def _read_override(text: str) -> dict[str, Any]:
+    key, equals, _ = text.partition("=")
+    if not equals or not key.strip():
+        raise InputError(f"'{text}' is not an override; write section.key=value, for example train.steps=10")
+    try:
+        return flat(_resolve(OmegaConf.from_dotlist([text])))
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        raise InputError(f"override '{text}' cannot be read: {' '.join(str(error).split())}") from None
+
+
+def flat(values: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested mappings -> {dotted key: leaf}. An empty section (`model:` with nothing below) holds nothing."""
+    sections = {section.name for section in dataclasses.fields(Config)}
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, dict):
+            found.update(flat(value, name + "."))
+        elif value is not None or prefix or key not in sections:
+            found[name] = value
+    return found
+
+
+def known_keys(config: Config | None = None) -> list[str]:
+    """Every dotted key of the schema; with those of the family of `config`."""
+    config = config or Config()
+    return [f"{section.name}.{leaf.name}" for section in dataclasses.fields(config)
+            for leaf in dataclasses.fields(getattr(config, section.name))]
+
+
+def _family(given: dict[str, Any]) -> tuple[ModelConfig, dict[str, Any], list[str]]:
+    """The defaults of the model's family, values of the size that `model.name` names, and what is wrong with
+    the two."""
+    problems, known = [], sizes()
+    size, name = str(given.get("model.name", "custom")), str(given.get("model.family", ""))
+    try:
+        family = family_of(name or known.get(size, "gpt"))
+    except InputError as error:
+        problems.append(str(error))
+        family = FAMILIES["gpt"]
+    if size in family.sizes:
+        return family.config(family=name or known[size]), dict(family.sizes[size]), problems
+    if size in known and not problems:
+        problems.append(f"model.name={size} is a size of model.family={known[size]}, not of {name}; leave "
+                        "one of them out")
+    elif size != "custom" and size not in known:
+        near, why = nearest_size(size)
+        because = f" ({why})" if why else ""
+        problems.append(f"model.name={size}: no such size{because}; did you mean {near}? There are "
+                        f"{', '.join(known)}; leave it out to give the sizes yourself"
+                        f"{', or take threed import for a model of Hugging Face' * ('/' in str(size))}")
+    return family.config(family=name or "gpt"), {}, problems
+
+
+def _build(given: dict[str, Any]) -> tuple[Config, list[str]]:
+    given, unknown = paths.expand(given)
+    named = size_of(str(given.get("model.name", "custom")))
+    given = {**given, **({"model.name": named} if named is not None else {})}
+    model, size, problems = _family(given)
+    problems = [*unknown, *problems]
+    defaults = Config(model=model)
+    keys = known_keys(defaults)
+    hints = _hints(type(model))
+    given = {**{f"model.{key}": value for key, value in size.items()}, **given}
+    schema = _schema(type(model)).copy()
+    schema.model.family = model.family
+    for key, value in given.items():
+        if inside := [known for known in keys if known.startswith(f"{key}.")]:
+            problems.append(f"{key}={value}: {key} is a section; give values to its keys, such as "
+                            f"{inside[0]}")
+            continue
+        if key not in keys:
+            problems.append(f"{key}: unknown key{_nearest(key, keys)}")
+            continue
+        if isinstance(value, bool) and "off" in CHOICES.get(key, ()):  # YAML reads on and off as booleans
+            value = "on" if value else "off"
+        if isinstance(OmegaConf.select(schema, key), bool) and not isinstance(value, bool):
+            # OmegaConf would take any number for one
+            problems.append(f"{key}={value}: must be true or false")
+            continue
+        value = _whole(value, hints[key])
+        try:
+            OmegaConf.update(schema, key, value)
+        except OmegaConfBaseException as error:
+            reason = str(error).splitlines()[0]
+            kind = next((word for name, word in _KINDS.items() if reason.endswith(name)), None)
+            kind = _list_of(key, defaults) if kind == "a list" else kind
+            if isinstance(value, list) and "to string" in reason:
+                kind = "one text, not a list" + "; data.mix takes several sources" * (key == "data.source")
+            reason = f"must be {kind}" if kind else f"{reason[0].lower()}{reason[1:]}"
+            problems.append(f"{key}={value}: {reason}")
+    for key in [key for key in given if key in keys and OmegaConf.is_missing(*_owner(schema, key))]:
+        problems.append(f"{key} is '???', which stands for a value that is missing: give one")
+        OmegaConf.update(schema, key, get(defaults, key))
+    config = OmegaConf.to_object(schema)
+    assert isinstance(config, Config)
+    return config, problems
+
+
+def _whole(value: Any, hint: Any) -> Any:
+    """The value of a key, as a whole number where the key takes one and it is written as 1e5 or 8.0."""
+    if isinstance(value, list):
+        lists = [each for each in (hint, *get_args(hint)) if get_origin(each) is list]
+        return [_whole(each, get_args(lists[0])[0]) for each in value] if lists else value
+    number = whole_number(value)
+    return value if number is None or _fits(value, hint) or not _fits(number, hint) else number
+
+
+@lru_cache(8)
+def _hints(model: type[ModelConfig]) -> dict[str, Any]:
+    """The type of each dotted key."""
+    sections = {**get_type_hints(Config), "model": model}
+    return {f"{section}.{key}": hint for section, kind in sections.items()
+            for key, hint in get_type_hints(kind).items()}
+def _list_of(key: str, defaults: Config) -> str:
+    """What a list must be that is the value of a key."""
+    section, name = key.split(".")
+    hint = get_type_hints(type(getattr(defaults, section)))[name]
+    kinds = [each for each in (hint, *get_args(hint)) if get_origin(each) is list]
+    kind = get_args(kinds[0])[0] if kinds else str
+    words = {float: "a list of numbers, such as [0.9,0.95]", int: "a list of whole numbers, such as [4,4]"}
+    return words.get(kind, "a list, such as [one,two]")
+
+
+@lru_cache(8)  # 30 ms each
+def _schema(model: type[ModelConfig]) -> Template:
+    return Template(OmegaConf.structured(Config(model=model())))
+
+
+def _owner(schema: DictConfig, key: str) -> tuple[DictConfig, str]:
+    section, name = key.split(".")
+    return schema[section], name
+
+
+def _nearest(key: str, keys: list[str]) -> str:
+    """The end of the message about an unknown key: what to write instead."""
+    from threed.base.words import meant
+    from threed.config.synonyms import ours  # long tables, which a config without mistakes does not need
+
+    begun = [known for known in keys if known.startswith(key)]
+    if (known := ours(key) or (None if begun else meant(key))) is not None:
+        return f"; {known}"
+    section, _, tail = key.replace("-", "_").rpartition(".")
+    near = begun or _alike(tail, [known for known in keys if known.startswith(f"{section}.")])
+    near = near or _alike(tail, keys, _NEARER)
+    return f"; did you mean {near[0]}?" if near else "; the keys are listed in configs/reference.yaml"
+
+
+def _alike(tail: str, keys: list[str], near: float = _NEAR) -> list[str]:
+    """The keys whose last part is most like `tail`; none where all are other words."""
+    tails = {known.rpartition(".")[2]: known for known in reversed(keys)}
+    return [tails[name] for name in difflib.get_close_matches(tail, list(tails), 1, near)]
+
+
+def resolve_dp(config: Config, world_size: int | None) -> None:
+    """Turn `parallel.dp: auto` into what the world size leaves (1 when no world size is known)."""
+    parallel = config.parallel
+    if isinstance(parallel.dp, str) and parallel.dp.isdecimal():
+        parallel.dp = int(parallel.dp)
+    if parallel.dp == "auto":
+        others = max(1, math.prod(getattr(parallel, axis) for axis in AXES if axis != "dp"))
+        parallel.dp = max(1, world_size // others) if world_size else 1

@@ -1,1 +1,0 @@
-"""Doors: what comes in from other frameworks, and goes out to them."""

@@ -1,1 +1,0 @@
-"""User layers: torch modules as the units of a plan."""

@@ -1,0 +1,1 @@
+"""Activation: which activations are dropped and computed again, or kept in parts."""

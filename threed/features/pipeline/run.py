@@ -1,0 +1,361 @@
+"""What FORWARD, BACKWARD, SEND and RECV do to tensors.
+
+Each compute unit has an autograd graph of its own: its input is detached, and BACKWARD runs the graph of that
+unit with the gradient of its output. A unit may hand further tensors to later units: each is another output
+of the unit, and another input of its readers, which add up its gradient. This is how tiles of a layer share
+the output of their norm.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import cache, partial
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import nn
+
+from threed.comm.group import Comm
+from threed.comm.lanes import Handle
+from threed.features.pipeline.feed import Feed
+from threed.models.layers.base import Layer, Out
+from threed.models.tiling import layers_of, share_of
+from threed.program.instruction import WHOLES, Instruction, Op, Slot
+from threed.program.slots import Slots
+from threed.program.table import Table, gradient_kind
+from threed.schema import Config
+from threed.tensor.context import Batch, Context
+from threed.tensor.halves import Halves
+from threed.tensor.packing import Packed, Stream, Whole
+
+
+class KeptInputs(Protocol):
+    """Storage between FORWARD and RECOMPUTE for the residual stream that a unit reads."""
+
+    def keep(self, x: torch.Tensor) -> torch.Tensor: ...
+    def give_back(self, x: torch.Tensor) -> torch.Tensor: ...
+
+
+Tensors = Sequence[torch.Tensor | None]
+
+
+class Runner(Protocol):
+    """How the computation of an instruction is run."""
+
+    def run(self, inputs: Sequence[torch.Tensor],
+            body: Callable[..., tuple[Tensors, Any]]) -> tuple[Tensors, Any]:
+        """body(*inputs): the tensors that it makes, and whatever else its backward needs. In place of the
+        inputs it may get tensors with the same values."""
+        ...
+
+    def fixed(self, microbatch: int, batch: Batch) -> Batch:
+        """The same data, where the computation reads it."""
+        ...
+
+    def leaving(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same tensor, for a use beside the computation."""
+        ...
+
+
+class Plain:
+    """Runs the computation as it is."""
+
+    def run(self, inputs: Sequence[torch.Tensor],
+            body: Callable[..., tuple[Tensors, Any]]) -> tuple[Tensors, Any]:
+        return body(*inputs)
+
+    def fixed(self, microbatch: int, batch: Batch) -> Batch:
+        return batch
+
+    def leaving(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+
+class Saved(NamedTuple):
+    """The leaves and roots of a unit's graph, which BACKWARD needs. (The outputs are slots of their own.)"""
+
+    # Of the unit's input; none where it gets no gradient: tokens, or a sum that the unit only adds to.
+    x: list[torch.Tensor]
+    reads: dict[Slot, torch.Tensor]  # tensor of an earlier unit -> its leaf
+    # Roots of its output, of the tensors for later units, and of its loss, those that it has; None where no
+    # parameter trains, and no input has a gradient.
+    roots: list[Any]
+
+
+def built(config: Config, table: Table, units: Iterable[int], context: Context,
+          parameters: Mapping[str, nn.Parameter]) -> dict[int, list[Layer]]:
+    """The layers of some units, bound to the parameters of a rank (key -> parameter)."""
+    layers = layers_of(config)
+    return {unit: [layer.build(context, parameters) for layer in layers[slice(*table.units[unit].layers)]]
+            for unit in units}
+
+
+class PipelineRun:
+    """The layers of one rank and the handlers that run them."""
+
+    def __init__(self, config: Config, comm: Comm, table: Table, layers: Mapping[int, list[Layer]],
+                 context: Context, keeping: Callable[[int], AbstractContextManager[Any]], inputs: KeptInputs):
+        """`layers`: unit -> its layers, as `built`. `keeping`: a unit -> the context in which its FORWARD
+        runs, which says how autograd keeps its parameters. `inputs`: storage of kept inputs."""
+        self.comm, self.table, self.layers, self.weight_grads = comm, table, layers, context.weight_grads
+        self.position = comm.here.position
+        self.dtype = context.dtype
+        self.keeping, self.inputs = keeping, inputs
+        self.runner: Runner = Plain()
+        self.loss_grad = torch.ones((), device=comm.device)  # with which backward begins: the loss scale
+        self.saving = context.saving
+        self.stream = _streams(config, table, context)
+        self.feed = Feed(comm.device)
+        self._sends: deque[Handle] = deque()
+        self.handlers: dict[Op, Callable[[Instruction, Slots], Handle | None]] = {
+            Op.FORWARD: self.forward, Op.RECOMPUTE: self.recompute, Op.BACKWARD: self.backward,
+            Op.BACKWARD_INPUT: self.backward_input, Op.BACKWARD_WEIGHT: self.backward_weight,
+            Op.SEND: self.send, Op.RECV: self.recv}
+
+    def forward(self, instruction: Instruction, slots: Slots) -> None:
+        _, unit, microbatch, *_ = instruction
+        x = slots.get(Slot("act", unit - 1, microbatch)).detach() if unit > 0 else None
+        output, saved = self._run(unit, microbatch, x, slots, instruction.keep == "all")
+        if instruction.keep == "all":
+            slots.put(Slot("saved", unit, microbatch), saved)
+        elif instruction.keep == "input":
+            kept = None if self.table.units[unit].adds else x
+            if kept is not None and self.table.keeps_stream(unit):
+                kept = self.inputs.keep(kept)
+                if self.table.activation.offload:
+                    kept = self.runner.leaving(kept)
+            slots.put(Slot("kept", unit, microbatch), kept)
+        if unit < self.table.last:
+            slots.put(Slot("act", unit, microbatch), not_none(output.x).detach())
+        if output.logits is not None:
+            slots.put(Slot("logits", unit, microbatch), output.logits)
+        if output.loss is not None and instruction.keep != "logits":
+            loss = Slot("loss")
+            before = slots.get(loss) if loss in slots else 0.0
+            parts = [output.loss.detach().double(), *([output.count] if output.count is not None else [])]
+            slots.put(loss, before + torch.stack(parts))
+
+    def recompute(self, instruction: Instruction, slots: Slots) -> None:
+        """FORWARD once more, for its graph. (Dropout depends only on the sample and the element's place, so
+        the numbers are the same.)"""
+        _, unit, microbatch, *_ = instruction
+        x = slots.get(Slot("kept", unit, microbatch))
+        if self.table.keeps_stream(unit):
+            x = self.stream(unit - 1).whole(self.inputs.give_back(x))
+        _, saved = self._run(unit, microbatch, x, slots, True)
+        slots.put(Slot("saved", unit, microbatch), saved)
+
+    def _run(self, unit: int, microbatch: int, x: torch.Tensor | None, slots: Slots,
+             backward: bool) -> tuple[Out, Saved | None]:
+        """The output of a unit; and what its BACKWARD needs, if there is one. Stores what the unit hands
+        on."""
+        given, compute = self._read(unit, microbatch, slots), self._with_graph if backward else self._alone
+        batch = self.runner.fixed(microbatch, self.feed.take(microbatch))
+
+        def body(*inputs: torch.Tensor) -> tuple[Tensors, Saved | None]:
+            first = inputs[0] if x is not None else None
+            reads = dict(zip(given, inputs[len(inputs) - len(given):], strict=True))
+            output, saved = compute(unit, microbatch, batch, first, reads)
+            made = self.stream(unit).close(output.x, name) if unit < self.table.last else None
+            handed = [output.makes[each.name] for each in makes]
+            return [made, output.loss, output.logits, output.count, *handed], saved
+
+        makes, name = self.table.units[unit].makes, self.table.units[unit].name
+        inputs = [x, *given.values()] if x is not None else [*given.values()]
+        tensors, saved = self.runner.run(inputs, body)
+        self.feed.ahead(microbatch)
+        named = {each.name: not_none(tensor) for each, tensor in zip(makes, tensors[4:], strict=True)}
+        output = Out(tensors[0], named, *tensors[1:4])
+        for name, value in output.makes.items():
+            slots.put(Slot(name, unit, microbatch), value.detach())
+        return output, saved
+
+    @torch.no_grad()
+    def _alone(self, unit: int, microbatch: int, batch: Batch, x: torch.Tensor | None,
+               reads: dict[Slot, torch.Tensor]) -> tuple[Out, None]:
+        value = self.stream(unit - 1).open(x, False)[0] if x is not None else None
+        return self._compute(unit, batch, value, reads), None
+
+    def _with_graph(self, unit: int, microbatch: int, batch: Batch, x: torch.Tensor | None,
+                    given: dict[Slot, torch.Tensor]) -> tuple[Out, Saved]:
+        """The output of a unit, and what its BACKWARD needs."""
+        value, leaves = x, list[torch.Tensor]()
+        if x is not None and not self.table.units[unit].adds:
+            value, leaves = self.stream(unit - 1).open(x, True)
+        reads = {slot: value.detach().requires_grad_() for slot, value in given.items()}
+        with torch.enable_grad(), self.keeping(unit):
+            output = self._compute(unit, batch, value, reads)
+        roots = self.stream(unit).roots(output.x) if unit < self.table.last else []
+        roots += [output.makes[each.name] for each in self.table.units[unit].makes]
+        roots += [output.loss] if output.loss is not None else []
+        return output, Saved(leaves, reads, list(map(_root, roots)))
+
+    def _compute(self, unit: int, batch: Batch, x: Any,
+                 reads: dict[Slot, torch.Tensor]) -> Out:
+        """Run a unit's layers one after the other, each with the tensors of this or earlier units that it
+        reads."""
+        output, given = Out(x), {slot.kind: value for slot, value in reads.items()}
+        for layer in self.layers[unit]:
+            out = layer(output.x, batch, **{name: given[name] for name in layer.reads})
+            out = out if isinstance(out, Out) else Out(out)
+            given.update(out.makes)
+            losses = [loss for loss in (output.loss, out.loss) if loss is not None]
+            loss = sum(losses[1:], losses[0]) if losses else None
+            logits = out.logits if out.logits is not None else output.logits
+            output = Out(out.x, {**output.makes, **out.makes}, loss, logits, out.count)
+        wanted = {handed.name for handed in self.table.units[unit].makes}
+        return output._replace(makes={name: value for name, value in output.makes.items() if name in wanted})
+
+    def _read(self, unit: int, microbatch: int, slots: Slots) -> dict[Slot, torch.Tensor]:
+        """The tensors of earlier units that a unit reads."""
+        wanted = [Slot(read.name, read.unit, microbatch) for read in self.table.units[unit].reads]
+        return {slot: slots.get(slot) for slot in wanted}
+
+    def backward(self, instruction: Instruction, slots: Slots) -> None:
+        _, unit, microbatch, *_ = instruction
+        self._propagate(unit, microbatch, slots)  # weight gradients go where zero's hooks put them
+        self._mark(unit, slots)
+
+    def backward_input(self, instruction: Instruction, slots: Slots) -> None:
+        """The gradient of the unit's input; the products of its weight gradients are delayed. The embedding's
+        input is tokens, so all of its backward is delayed."""
+        _, unit, microbatch, *_ = instruction
+        operands = self._propagate(unit, microbatch, slots, delayed=True)
+        slots.put(Slot("operands", unit, microbatch), operands)
+
+    @torch.no_grad()
+    def backward_weight(self, instruction: Instruction, slots: Slots) -> None:
+        _, unit, microbatch, *_ = instruction
+        operands = slots.get(Slot("operands", unit, microbatch))
+
+        def body() -> tuple[Tensors, None]:
+            while operands:  # each product frees its operands when it is done
+                operands.pop(0)()
+            return [], None
+
+        self.runner.run([], body)
+        self._mark(unit, slots)
+
+    def _propagate(self, unit: int, microbatch: int, slots: Slots,
+                   delayed: bool = False) -> list[Callable[[], None]] | None:
+        """Run a unit's graph: gradients of its input, of the tensors it read, and (by hooks) of its weights.
+        `delayed`: returns functions that add the gradients of its weights."""
+        saved: Saved = slots.get(Slot("saved", unit, microbatch))
+        sums = [_gradient(Slot(read.name, read.unit, microbatch)) for read in self.table.units[unit].reads]
+        begun = [slots.get(slot) if slot in slots else None for slot in sums]
+        passes_on = unit == 0 or self.table.units[unit].adds  # no gradient of the input is computed
+        grads = self._grads(unit, microbatch, slots)
+
+        def body(*inputs: torch.Tensor) -> tuple[Tensors, Any]:
+            before = iter(inputs[len(grads):])
+            for leaf, sum_ in zip(saved.reads.values(), begun, strict=True):
+                leaf.grad = next(before) if sum_ is not None else None  # autograd adds to it in place
+            roots = [root for root in saved.roots if root is not None]
+            given = [grad for root, grad in zip(saved.roots, inputs, strict=False) if root is not None]
+            start = partial(torch.autograd.backward, roots, given) if roots else _nothing
+            if delayed and (weights := self._by_graph(unit)):
+                halves = Halves.of(roots, saved.x, weights)
+                start = partial(halves.run, given, self.weight_grads, self.saving)
+            elif delayed and passes_on and not sums:
+                return [], [start]
+            operands = self._delaying(start) if delayed else start()
+            outputs = [leaf.grad if leaf.grad is not None else torch.zeros_like(leaf)
+                       for leaf in saved.reads.values()]
+            outputs += [self.stream(unit - 1).gradient(saved.x)] if saved.x else []
+            for leaf in (*saved.reads.values(), *saved.x):
+                leaf.grad = None
+            return outputs, operands
+
+        tensors, operands = self.runner.run([*grads, *(each for each in begun if each is not None)], body)
+        for slot, value in zip(sums, tensors, strict=False):
+            slots.put(slot, value)
+        if unit > 0:
+            # A unit that only adds to its input passes the gradient of its output on unchanged.
+            slots.put(Slot("grad", unit - 1, microbatch), grads[0] if passes_on else tensors[-1])
+        return operands
+
+    def _by_graph(self, unit: int) -> list[nn.Parameter]:
+        """The weights of a unit whose halves of backward are found in its graph."""
+        return [weight for layer in self.layers[unit] for weight in layer.by_graph or ()]
+
+    def _delaying(self, start: Callable[[], None]) -> list[Callable[[], None]]:
+        """Run a graph without the products of its weight gradients, which are returned."""
+        operands: list[Callable[[], None]] = []
+        self.weight_grads.put_off = operands
+        try:
+            start()
+        finally:
+            self.weight_grads.put_off = None
+        return operands
+
+    def _grads(self, unit: int, microbatch: int, slots: Slots) -> list[torch.Tensor]:
+        """The gradients with which a unit's backward begins, in the order of `Saved.roots`."""
+        held = self.table.units[unit]
+        grads = list[torch.Tensor]()
+        if unit < self.table.last:
+            grads = self.stream(unit).gradients(slots.get(Slot("grad", unit, microbatch)))
+        grads += [slots.get(_gradient(Slot(each.name, unit, microbatch))) for each in held.makes]
+        return [*grads, *([self.loss_grad] if held.loss else [])]
+
+    def _mark(self, unit: int, slots: Slots) -> None:
+        for parameter_unit in self.table.units[unit].parameters:
+            if self.table.parameters[parameter_unit].trains:
+                slots.put(Slot("wgrad", parameter_unit), True)
+
+    def send(self, instruction: Instruction, slots: Slots) -> None:
+        while self._sends and self._sends[0].done():
+            self._sends.popleft()
+        channel = self.comm.channels[self.position, instruction.peer, instruction.kind]
+        self._sends.append(channel.send(self.runner.leaving(slots.get(instruction.slot))))
+
+    def recv(self, instruction: Instruction, slots: Slots) -> Handle:
+        kind, stream = instruction.kind, self.stream(instruction.unit)
+        if kind in WHOLES:  # a part of it
+            size = self.table.size(instruction.slot) // self.dtype.itemsize
+            buffer = torch.empty(size, dtype=self.dtype, device=self.comm.device)
+        else:
+            buffer = stream.empty(kind, self.comm.device)
+        channel = self.comm.channels[instruction.peer, self.position, instruction.kind]
+        slots.put(instruction.slot, buffer)
+        return channel.recv(buffer)
+
+    def shaped(self, unit: int, flat: torch.Tensor) -> torch.Tensor:
+        """What a unit hands on, or its gradient, from its elements in a row."""
+        return self.stream(unit).whole(flat)
+
+    def finish(self) -> None:
+        """Wait until every message has left."""
+        while self._sends:
+            self._sends.popleft().wait()
+
+
+def _streams(config: Config, table: Table, context: Context) -> Callable[[int], Stream]:
+    """Unit -> what it hands to the next unit."""
+    layers, share = layers_of(config), share_of(config)
+    whole = Whole((context.sequence()[1], config.train.micro_batch_size, config.model.hidden), context.dtype)
+
+    @cache
+    def stream(unit: int) -> Stream:
+        schema = layers[table.units[unit].layers[1] - 1].schema(share)
+        return whole if schema is None else Packed(schema, context.dtype)
+
+    return stream
+
+
+def not_none(tensor: torch.Tensor | None) -> torch.Tensor:
+    assert tensor is not None
+    return tensor
+
+
+def _root(tensor: torch.Tensor) -> Any:
+    return torch.autograd.graph.get_gradient_edge(tensor) if tensor.requires_grad else None
+
+
+def _nothing() -> None:
+    pass
+
+
+def _gradient(handed: Slot) -> Slot:
+    return handed._replace(kind=gradient_kind(handed.kind))

@@ -1,0 +1,296 @@
+"""The handlers of GATHER, RELEASE, REDUCE, CLIP and STEP."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from threed.base.errors import RunError
+from threed.base.mesh import GROUPS, axes_of
+from threed.comm.group import Comm, Group
+from threed.comm.lanes import Job
+from threed.features.zero.shard import counts
+from threed.features.zero.state import Reduced, UnitState, not_none
+from threed.models.tiling import share_of
+from threed.optim import step as optimizer
+from threed.optim.base import Update, View
+from threed.optim.loss_scale import LossScaler
+from threed.optim.rate import learning_rate
+from threed.program.buffers import Buffers
+from threed.program.instruction import Instruction, Op, Slot, Tier
+from threed.program.slots import Slots
+from threed.program.table import Table
+from threed.schema import Config
+from threed.tensor.precision import Precision
+
+
+@dataclass
+class Clipped:
+    """The result of CLIP, equal on all ranks."""
+
+    loss: float  # mean over the tokens of the global batch
+    grad_norm: float
+    scale: float  # STEP multiplies gradients by this
+    finite: bool
+    loss_scale: float  # the scale of this step's gradients
+    counted: float | None = None  # what the loss has counted by itself (`Out.count`), and was divided by
+
+    def kept(self) -> dict[str, Any]:
+        """What a checkpoint holds of it: what STEP uses. (`scale` has the count in it.)"""
+        return {name: value for name, value in asdict(self).items() if name != "counted"}
+
+
+BLOCK = 256  # elements whose squares are summed in fp32: few enough for a relative error of about 1e-8
+
+
+def squared_norm(values: torch.Tensor) -> torch.Tensor:
+    """Sum of squares of a flat tensor: in fp32 within blocks, in fp64 over blocks. (On a CPU torch's fp64
+    norm first makes an fp64 copy.) An element above 1e19 counts as an overflow: its square would overflow in
+    Adam's moments, too."""
+    whole = len(values) - len(values) % BLOCK
+    if not whole:  # (what a library of a GPU leaves as the product of vectors of length 0, nobody promises)
+        return torch.linalg.vector_norm(values, dtype=torch.float64).square()
+    norms = torch.linalg.vector_norm(values[:whole].view(-1, BLOCK), dim=1, dtype=torch.float32).double()
+    squared = norms.dot(norms)
+    if whole < len(values):
+        squared += torch.linalg.vector_norm(values[whole:], dtype=torch.float64).square()
+    return squared
+
+
+def _share(counted: float, expected: int) -> float:
+    """What a loss has counted, as a share of the samples by whose number it was divided before backward. Of a
+    batch in which nothing counts, the loss and all gradients are zeros: it is divided by anything. RunError
+    where it is no count."""
+    if counted < 0:
+        raise RunError(f"the loss returned counts whose sum over the global batch is {counted:g}: the second "
+                       "of what it returns is a number of tokens, or a sum of their weights")
+    return counted / expected or 1.0
+
+
+class ZeroRun:
+    def __init__(self, config: Config, comm: Comm, table: Table, states: dict[int, UnitState],
+                 buffers: Buffers):
+        self.config, self.comm, self.table, self.states = config, comm, table, states
+        self.stepped = {unit: states[unit] for unit in table.stepped(comm.here.position)}
+        self.precision, self.scaler = Precision.of(config.precision), LossScaler.of(config)
+        self.step_number = 0  # steps of the run so far
+        # optimizer updates so far, for Adam and the learning rate (skipped steps do not count)
+        self.updates = 0
+        self.waiting: Clipped | None = None  # CLIP's result for the gradients that wait for the next step
+        # While a step is verified: (unit, number of elements in which the two computations of its update
+        # differ).
+        self.update_differences: list[tuple[int, torch.Tensor]] | None = None
+        # Whether this rank adds the loss, which all ranks have that share a layer's parameters, to the sum.
+        self._speaks = comm.here.is_first(axes_of("parameters"))
+        self._staging = torch.zeros(buffers.staging, dtype=torch.uint8, device=comm.device)
+        self.handlers: dict[Op, Callable[[Instruction, Slots], Job | None]] = {
+            Op.GATHER: self.gather, Op.RELEASE: self.release, Op.REDUCE: self.reduce, Op.CLIP: self.clip,
+            Op.STEP: self.step}
+
+    @property
+    def lr(self) -> float:
+        return learning_rate(self.config.optimizer, self.updates, self.config.train.steps)
+
+    def program(self) -> str:
+        """The name of the next step's program."""
+        if not self.table.update.delayed:
+            return "train"
+        last = self.step_number >= self.config.train.steps - 1
+        if self.waiting is not None:
+            return "drain" if last else "train"
+        return "plain" if last or self.step_number < self.config.offload.warmup else "enter"
+
+    def finish_step(self, clipped: Clipped) -> None:
+        """Count a step, given its CLIP's result, and adapt the loss scale."""
+        self.step_number += 1
+        self.updates += clipped.finite and self.waiting is None
+        self.scaler.update(not clipped.finite)
+
+    def gather(self, instruction: Instruction, slots: Slots) -> Job:
+        state, group = self.states[instruction.unit], self.comm.groups[instruction.group]
+        if not state.unit.whole:
+            state.occupy(state.storage.params.take(state.layout.numel))
+        whole, slot = state.param, Slot("pshard", instruction.unit)
+        fetched = slot != self.table.weight(instruction.unit)
+        part = slots.get(slot) if fetched else state.pshard
+        assert whole is not None and part is not None
+        if fetched:
+            state.storage.pshards.give(part)
+        slots.put(Slot("param", instruction.unit), whole)
+        return lambda: group.all_gather(whole, part).wait()
+
+    def release(self, instruction: Instruction, slots: Slots) -> None:
+        """Give up a unit's whole parameters. A unit that stays whole keeps its buffer."""
+        if not self.states[instruction.unit].unit.whole:
+            self.states[instruction.unit].vacate()
+
+    @torch.no_grad()
+    def reduce(self, instruction: Instruction, slots: Slots) -> Job | None:
+        state, unit = self.states[instruction.unit], self.table.parameters[instruction.unit]
+        step = next(step for step in unit.reductions if step.group == instruction.group)
+        group = self.comm.groups[step.group]
+        slots.put(Slot(step.makes, instruction.unit), True)
+        if step.group == unit.shard_group:
+            return self._scatter(state, group)
+        if GROUPS[step.group].lane == "compute":
+            self._sum_partial(state, group)
+            return None
+        gshard = not_none(state.gshard)
+        if step.staged:
+            return lambda: self._sum_copies(gshard, group)
+        return lambda: group.all_reduce(gshard).wait()
+
+    def _sum_partial(self, state: UnitState, group: Group) -> None:
+        """Sum the gradients of parameters that all ranks of the group hold, each with the gradient of its own
+        tokens or heads, in one call."""
+        grad, complete = state.whole_grad()
+        complete()
+        over = GROUPS[group.name].axes or ()
+        parts = [grad[each.start:each.stop]
+                 for each in state.layout.partial(over, share_of(self.config).sequence)]
+        joined = torch.cat(parts) if len(parts) > 1 else parts[0]
+        group.all_reduce(joined).wait()
+        if len(parts) > 1:
+            for part, summed in zip(parts, joined.split([len(part) for part in parts]), strict=True):
+                part.copy_(summed)
+
+    def _sum_copies(self, gshard: torch.Tensor, group: Group) -> None:
+        moving = self._stage(gshard, 0)
+        group.all_reduce(moving).wait()
+        if moving is not gshard:
+            gshard.copy_(moving)
+
+    def _scatter(self, state: UnitState, group: Group) -> Job:
+        """Sum the gradient over the shard group; this rank keeps its shard. Without sharding all ranks then
+        gather all shards, so that the sums are those of ZeRO-1."""
+        sharded, streams = self.table.sharded, self.table.streams(state.number)
+        (grad, complete), pooled = state.whole_grad(), self.table.zero.stage >= 2
+        if streams:
+            state.gshard = state.storage.gshards.take(state.count)
+        part = not_none(state.gshard) if pooled else grad[slice(*state.shard)]
+        add = pooled and not streams and state.reduced == Reduced.SHARD
+        if not streams:
+            state.reduced = Reduced.SHARD
+
+        def job() -> None:
+            complete()
+            moving = self._stage(grad, grad.numel())
+            scratch = self._staging.view(moving.dtype)[:grad.numel()] if group.size() > 1 else None
+            group.reduce_scatter(part, moving, add, scratch).wait()
+            if not sharded:
+                group.all_gather(grad, part).wait()
+
+        state.begin_anew()
+        return job
+
+    def _stage(self, tensor: torch.Tensor, skip: int) -> torch.Tensor:
+        """The tensor in the dtype of reductions: itself, or a copy in the staging buffer after `skip`
+        elements."""
+        if tensor.dtype == self.precision.reduce or not len(self._staging):  # no staging: one rank
+            return tensor
+        staged = self._staging.view(self.precision.reduce)[skip:skip + tensor.numel()]
+        return staged.copy_(tensor)
+
+    @torch.no_grad()
+    def clip(self, instruction: Instruction, slots: Slots) -> None:
+        """One all-reduce over the world of [norm squared, found_inf, loss sum, token count, whether the loss
+        counts by itself, and what]."""
+        numbers = torch.zeros(6, dtype=torch.float64, device=self.comm.device)
+        if instruction.gradients != "none":
+            if self.comm.device.type == "cuda" and any(state.host_grad is not None
+                                                       for state in self.stepped.values()):
+                # The stream waits for the copies to the host, and the host reads them now.
+                torch.cuda.current_stream().synchronize()
+            here = self.comm.here
+            for state in self.stepped.values():
+                for segment in state.layout.segments_of(state.index):
+                    # Copies that another rank counts are checked for overflows, too: they may differ.
+                    counted = state.writes and counts(segment.axes, here.on)
+                    numbers[0 if counted else 1].add_(squared_norm(state.range(state.gradient, segment)))
+        if Slot("loss") in slots and self._speaks:
+            loss, *counted = slots.get(Slot("loss"))
+            numbers[2] = loss
+            if counted:
+                numbers[4].fill_(1.0)
+                numbers[5] = counted[0]
+            if self.comm.here.position == self.table.position(self.table.last):  # count tokens once
+                # (`numbers[3] = ...` would be a copy from the host, which waits for all work before it)
+                numbers[3].fill_(self.config.tokens_per_step / self.config.dp)
+        numbers[1] = (~torch.isfinite(numbers)).any().double()
+        self.comm.groups["world"].all_reduce(numbers).wait()
+        squared, found_inf, loss, tokens, counts_itself, counted = numbers.tolist()
+        expected = self.config.tokens_per_step
+        assert tokens == expected, f"{tokens} tokens were counted, not {expected}"
+        loss_scale, share = self.scaler.scale, _share(counted, expected) if counts_itself else 1.0
+        loss /= share  # gradients are linear in the loss: they are divided when they are used
+        norm = (math.sqrt(squared) if squared >= 0 else math.nan) / loss_scale / share
+        limit = self.config.optimizer.clip_grad
+        scale = min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0
+        finite = found_inf == 0 and math.isfinite(norm) and math.isfinite(loss)
+        clipped = Clipped(loss, norm, scale / loss_scale / share, finite, loss_scale,
+                          counted if counts_itself else None)
+        slots.put(Slot("scale"), clipped)
+        # the next gradients belong to the next step
+        for state in self.stepped.values() if instruction.gradients != "none" else ():
+            state.reduced = Reduced.NOTHING
+        if instruction.gradients in ("step", "wait"):
+            self._complete(clipped if instruction.gradients == "wait" else None, slots)
+
+    def _complete(self, waiting: Clipped | None, slots: Slots) -> None:
+        """The gradients of the step before have been applied; `waiting`: this step's now wait."""
+        if self.waiting is not None:
+            self.updates += self.waiting.finite
+        self.waiting = waiting
+        for unit, state in self.stepped.items() if waiting is not None else ():
+            state.host_grad, state.host_prev = state.host_prev, state.host_grad
+            slots.put(Slot("gprev", unit, tier=Tier.HOST), True)
+
+    @torch.no_grad()
+    def step(self, instruction: Instruction, slots: Slots) -> Job | None:
+        state, prev = self.states[instruction.unit], instruction.age == "prev"
+        clipped = self.waiting if prev else slots.get(Slot("scale"))
+        gradient = state.gradient_prev if prev else state.gradient
+        assert clipped is not None
+        if state.unit.state_home != Tier.DEVICE:
+            return self._step_on_host(state, gradient, clipped, slots)
+        if clipped.finite:  # else weights do not change; the training loop decides whether the run goes on
+            self._update(state.number, self._updates(state, gradient, clipped))
+            state.publish()
+        return None
+
+    def _updates(self, state: UnitState, gradient: torch.Tensor, clipped: Clipped,
+                 out: torch.Tensor | None = None) -> list[tuple[Update, View, torch.Tensor | None]]:
+        """The parts of a unit's step; the new weights are written to `out`, too, if given."""
+        return [(Update(self.config.optimizer, self.lr, self.updates + 1, segment.decay, clipped.scale),
+                 View(state.range(state.weights, segment), state.range(gradient, segment),
+                      {name: state.range(each, segment) for name, each in state.buffers.items()}),
+                 state.range(out, segment) if out is not None else None) for segment in state.segments()]
+
+    def _update(self, unit: int, parts: list[tuple[Update, View, torch.Tensor | None]]) -> None:
+        for by, view, copy in parts:
+            if self.update_differences is None:
+                optimizer.step(by, view, copy)
+            else:
+                self.update_differences.append((unit, optimizer.step_twice(by, view, copy)))
+
+    def _step_on_host(self, state: UnitState, gradient: torch.Tensor, clipped: Clipped, slots: Slots) -> Job:
+        """Step a unit on the host lane. The new weights go to their home on the host, or to a staging buffer
+        that a later FETCH or OFFLOAD empties."""
+        out = not_none(state.pshard) if state.unit.weight_home == Tier.HOST else state.room_for_weights()
+        weights, count, parts = state.weights, state.count, self._updates(state, gradient, clipped, out)
+        stepped = sum(segment.stop - segment.start for segment in state.segments())
+        slots.put(self.table.weight(state.number).on(Tier.HOST), out)
+        slots.put(Slot("state", state.number, tier=Tier.HOST), True)
+
+        def job() -> None:
+            if clipped.finite:
+                self._update(state.number, parts)
+                out[stepped:].zero_()  # padding
+            else:
+                out[:count].copy_(weights)
+
+        return job

@@ -1,0 +1,249 @@
+"""Content: what a page shows, before it is drawn. All of it is read from the plan, from its walk with a
+clock, from the document of `predict`, and from the files of a run.
+
+A page has a budget of boxes. Where a plan has more, a part of its positions and micro-batches is drawn, and a
+note says which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from threed.base.errors import InputError
+from threed.base.mesh import Mesh
+from threed.monitor.attribute import CAUSES
+from threed.monitor.compare import attribute_walk, typical_step
+from threed.monitor.run import Run
+from threed.monitor.timeline import Span, on_one_clock, spans
+from threed.monitor.traces import read_run
+from threed.planner import make_mesh
+from threed.prediction.contention import Priced
+from threed.prediction.hardware import Hardware
+from threed.prediction.peak import Temporaries, temporaries_of
+from threed.prediction.verb import document
+from threed.program.costs import FILE as COSTS
+from threed.program.costs import device_of
+from threed.program.instruction import COMPUTE, Instruction
+from threed.program.order import plan_links
+from threed.program.picture import Block, blocks
+from threed.program.summary import activations, alive_bytes
+from threed.program.table import Plan
+from threed.schema import Config
+
+MOST_BOXES = 40_000  # in all lanes of a page; a browser draws those of some positions at a time
+MOST_COMPUTED = 12_000  # in the picture of the compute lanes, which are drawn together
+LAST = 10  # steps at the end of a run, of which measured numbers are means
+
+Lanes = dict[str, list[Block]]  # lane -> its blocks, in order
+Waits = dict[str, list[Span]]  # lane -> its waits
+
+
+class Timeline(NamedTuple):
+    """When each lane of some positions was busy."""
+
+    title: str
+    lanes: dict[int, Lanes]  # position -> its lanes
+    waits: dict[int, Waits]  # measured: while an instruction waited
+
+
+@dataclass
+class Content:
+    """A plan with the costs of its instructions, and the run that it belongs to, if there is one."""
+
+    config: Config
+    priced: Priced
+    machine: Hardware
+    run: Run | None = None
+    notes: list[str] = field(default_factory=list)  # what is left out, and why
+
+    @cached_property
+    def mesh(self) -> Mesh:
+        return make_mesh(self.config)
+
+    @property
+    def plan(self) -> Plan:
+        return self.priced.plan
+
+    @property
+    def source(self) -> str:
+        return self.priced.source
+
+    @cached_property
+    def values(self) -> dict[str, Any]:
+        """The document of `threed predict --json`."""
+        return document(self.priced, self.machine)
+
+    @cached_property
+    def attributed(self) -> list[dict[str, float]]:
+        """Where the time of a predicted step goes: a row a position, seconds by cause."""
+        step = self.priced.step
+        rows, slower = attribute_walk(self.plan, step.walk), self.values["slower"]
+        return [{name: share if name == "bubble" else slower * share for name, share in row.items()}
+                for row in rows]
+
+    @cached_property
+    def temporaries(self) -> Temporaries:
+        return temporaries_of(self.plan)
+
+    def kinds(self, position: int) -> tuple[dict[str, int], dict[str, list[int]]]:
+        """Bytes on the device of a rank: what it holds all the time, and by kind what it keeps for a while,
+        [index of an instruction]. Temporaries are below 0 where an instruction frees what its slots count
+        until its end."""
+        row, by_kind = self.values["stages"][position], alive_bytes(self.plan, position).by_kind
+        fixed = {name: row[f"{key}_bytes"] for name, key in (("parameters", "parameter"),
+                 ("gradients", "gradient"), ("optimizer state", "optimizer"), ("buffers", "buffer"))}
+        fixed["process and libraries" if self.machine.waits else "CUDA and NCCL"] = sum(
+            row["peak"][f"{part}_bytes"] for part in ("context", "communicator"))
+        moving = {kind: by_kind[kind] for kind in activations(self.plan.table) if kind in by_kind}
+        moving["temporaries"] = [self.temporaries(item) if item.op in COMPUTE else 0
+                                 for item in self.plan.programs["train"][position]]
+        return fixed, moving
+
+    # ---------------------------------------------------------------- timelines
+
+    def times(self, position: int) -> tuple[list[float], list[float]]:
+        """When each instruction of the predicted step begins and ends, in seconds by the clock."""
+        when, slower = self.priced.step.walk, self.values["slower"]
+        start, end = ([slower * at for at in times[position]] for times in (when.start, when.end))
+        return start, end
+
+    def timeline(self, positions: Sequence[int]) -> Timeline:
+        """The predicted step."""
+        lanes = {}
+        for position in positions:
+            linked, (start, end) = plan_links(self.plan, "train")[position], self.times(position)
+            lanes[position] = self._lanes(linked.program, [form.effect.lane for form in linked.forms],
+                                          start, end)
+        return Timeline(f"predicted ({self.source})", lanes, {})
+
+    @cached_property
+    def measured(self) -> Timeline | None:
+        """A typical step of the ranks of dp 0 and tp 0; None where none was traced."""
+        if self.run is None:
+            return None
+        try:
+            traced = read_run(self.run.path, self.mesh.group("pp", 0))
+        except InputError as error:
+            self.notes.append(f"No measured timeline: {error}")
+            return None
+        if traced.digest != self.plan.digest:
+            self.notes.append(f"No measured timeline: the traces are of plan {traced.digest}, and the run's "
+                              f"config makes plan {self.plan.digest}")
+            return None
+        self.notes += traced.notes
+        step = typical_step(traced)
+        lanes, waits = {}, {}
+        for rank, trace in zip(traced.ranks, on_one_clock(traced, step), strict=True):
+            position = rank.here.position
+            if position in {*self.drawn, *self.computed}:
+                lanes[position] = self._lanes(rank.program, rank.lanes, trace.started, trace.ended)
+                waiting = [span for span in spans(rank, trace) if span.waits]
+                waits[position] = _by_lane(waiting, lambda span: span.lane)
+        return Timeline(f"measured in step {step}, on the ranks of dp 0 and tp 0", lanes, waits)
+
+    @cached_property
+    def drawn(self) -> list[int]:
+        """Positions of which all lanes are drawn."""
+        return self._positions(MOST_BOXES, "All lanes", len)
+
+    @cached_property
+    def computed(self) -> list[int]:
+        """Positions of which the compute lane is drawn."""
+        return self._positions(MOST_COMPUTED, "Compute lanes", _computed)
+
+    def _positions(self, most: int, what: str, count: Callable[[Sequence[Instruction]], int]) -> list[int]:
+        programs = self.plan.programs["train"]
+        each = max(map(count, programs))
+        return self.spread(len(programs), max(2, most // each), what,
+                           f": all have {each * len(programs):,} boxes")
+
+    def spread(self, count: int, most: int, what: str, why: str = "") -> list[int]:
+        """Positions to draw: all, or `most`, from the first to the last. A note says which."""
+        if most >= count:
+            return list(range(count))
+        chosen = sorted({round(i * (count - 1) / (most - 1)) for i in range(most)})
+        self.notes.append(f"{what}: {len(chosen)} of {count} positions are drawn "
+                          f"({', '.join(f'pp{p}' for p in chosen)}){why}. Sums, peaks and bytes are of all.")
+        return chosen
+
+    @cached_property
+    def _numbers(self) -> range:
+        """Micro-batches of which boxes are drawn."""
+        count = self.plan.table.num_microbatches
+        longest = max(map(len, self.plan.programs["train"]))
+        if 2 * longest <= MOST_BOXES:
+            return range(count)
+        most = max(1, count * MOST_BOXES // (2 * longest))
+        self.notes.append(f"Micro-batches 0 to {most - 1} of {count} are drawn: one position alone has "
+                          f"{longest:,} instructions.")
+        return range(most)
+
+    def _lanes(self, program: Sequence[Instruction], lanes: Sequence[str], start: Sequence[float],
+               end: Sequence[float]) -> Lanes:
+        chosen = [i for i, item in enumerate(program) if item.microbatch in self._numbers
+                  or item.microbatch < 0]
+        return {lane: blocks([program[i] for i in indices], [start[i] for i in indices],
+                             [end[i] for i in indices])
+                for lane, indices in _by_lane(chosen, lambda i: lanes[i]).items()}
+
+    # ---------------------------------------------------------------- what a run has measured
+
+    @cached_property
+    def rows(self) -> list[dict[str, Any]]:
+        """The run's metrics, a row a step."""
+        if self.run is None:
+            return []
+        try:
+            return self.run.metrics
+        except InputError as error:
+            self.notes.append(f"No metrics: {error}")
+            return []
+
+    @cached_property
+    def last(self) -> list[dict[str, Any]]:
+        """The last steps of the run, without its first."""
+        return self.rows[1:][-LAST:] or self.rows
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether a run on CPUs is drawn, whose `memory/peak_bytes` hold Python and its libraries, too."""
+        if self.run is None:
+            return False
+        measured = device_of(self.run.path) if (self.run.path / COSTS).exists() else ""
+        return self.config.run.device == "cpu" or measured.startswith("CPU")
+
+    def mean(self, name: str) -> float | None:
+        """Of the last steps; None where they do not have it."""
+        numbers = [row[name] for row in self.last if isinstance(row.get(name), int | float)]
+        return sum(numbers) / len(numbers) if numbers else None
+
+    @cached_property
+    def spent(self) -> list[dict[str, float]] | None:
+        """Where the time of the last steps went: a row a position, seconds by cause."""
+        positions = range(len(self.attributed))
+        found = [{cause: self.mean(f"time/{cause}/{position}") for cause in CAUSES} for position in positions]
+        rows = [{cause: value for cause, value in row.items() if value is not None} for row in found]
+        return rows if all(len(row) == len(CAUSES) for row in rows) else None
+
+
+def _computed(program: Sequence[Instruction]) -> int:
+    """How many boxes the compute lane of a program has."""
+    items = [(item.op, item.microbatch) for item in program if item.op in COMPUTE]
+    return 2 + sum(one != other for one, other in zip(items, items[1:]))
+
+
+def _by_lane(items: Sequence[Any], lane: Any) -> dict[str, list[Any]]:
+    found: dict[str, list[Any]] = {}
+    for item in items:
+        found.setdefault(lane(item), []).append(item)
+    return found
+
+
+def thin(rows: Sequence[Mapping[str, Any]], most: int) -> list[Mapping[str, Any]]:
+    """Every n-th row, and the last."""
+    every = -(-len(rows) // most)
+    return [row for index, row in enumerate(rows) if index % every == 0 or index == len(rows) - 1]
+

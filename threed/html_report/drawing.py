@@ -1,0 +1,81 @@
+"""Drawing: plotly, and the looks that all figures share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from threed.base.errors import InputError
+
+FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
+INK, FAINT, LINE = "#24292f", "#6e7781", "#e6e8eb"
+CLEAR = "rgba(0,0,0,0)"  # the page's ground shows through: it is light or dark, as the reader's system is
+PREDICTED, MEASURED = "#9aa5b1", "#4c78a8"
+# plotly's own bar of buttons has one that sends a figure to its cloud: a page keeps what it shows.
+CONFIG = {"displaylogo": False, "responsive": True, "scrollZoom": False, "showSendToCloud": False,
+          "modeBarButtonsToRemove": ["select2d", "lasso2d", "autoScale2d"]}
+
+
+class Unit(NamedTuple):
+    """What the numbers of an axis are divided by, and its name."""
+
+    size: float
+    name: str
+
+    def of(self, values: Sequence[float]) -> list[float]:
+        return [value / self.size for value in values]
+
+
+def byte_unit(largest: float) -> Unit:
+    """The binary unit in which an axis up to so many bytes has readable numbers."""
+    for power, name in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if largest >= 2**power:
+            return Unit(2.0**power, name)
+    return Unit(1.0, "B")
+
+
+def time_unit(largest_s: float) -> Unit:
+    for size, name in ((1.0, "s"), (1e-3, "ms")):
+        if largest_s >= 2 * size:
+            return Unit(size, name)
+    return Unit(1e-6, "us")
+
+
+def plotly() -> tuple[Any, Any]:
+    """plotly's graph_objects and make_subplots. InputError where it is not installed."""
+    try:
+        from plotly import graph_objects
+        from plotly.subplots import make_subplots
+    except ImportError:
+        raise InputError("a report is drawn with plotly, which is not installed: pip install "
+                         "plotly") from None
+    return graph_objects, make_subplots
+
+
+def finish(figure: Any, height: int, **layout: Any) -> Any:
+    """The looks of all figures. `height` in pixels."""
+    figure.update_layout(
+        height=height, paper_bgcolor=CLEAR, plot_bgcolor=CLEAR, hovermode="closest", bargap=0.25,
+        font={"family": FONT, "size": 12, "color": INK}, margin={"l": 64, "r": 24, "t": 48, "b": 48},
+        hoverlabel={"bgcolor": "#fff", "bordercolor": LINE, "font": {"color": INK}},
+        legend={"orientation": "h", "x": 0, "y": 1, "yref": "container", "yanchor": "top",
+                "bgcolor": CLEAR, "itemsizing": "constant",
+                "traceorder": "normal"})
+    axis = {"gridcolor": LINE, "zeroline": False, "linecolor": LINE, "title_standoff": 8,
+            "tickfont": {"color": FAINT}}
+    figure.update_xaxes(**axis)
+    figure.update_yaxes(**axis)
+    figure.for_each_annotation(_title)
+    return figure.update_layout(**layout)
+
+
+def _title(note: Any) -> None:
+    """The looks of a panel's title."""
+    if not note.showarrow and note.yref == "paper":
+        note.update(font={"size": 13, "color": INK}, text=f"<b>{note.text}</b>")
+
+
+def paler(color: str) -> str:
+    """A colour mixed with white. (A transparent one would show the lines behind it.)"""
+    parts = (int(color[at:at + 2], 16) for at in (1, 3, 5))
+    return "#" + "".join(f"{round(255 - 0.72 * (255 - part)):02x}" for part in parts)

@@ -1,0 +1,193 @@
+"""Converted: one pass over the keys of another framework that were given and, by default, differ. Each is
+taken, dropped or refused by its row of the table."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import yaml
+
+from threed.base.errors import ConfigError, InputError
+from threed.config import load as configs
+from threed.config.choices import get
+from threed.config.keys.deepspeed import CLIPS_SINCE
+from threed.config.keys.megatron import MEGATRON
+from threed.config.keys.table import NO_KEY, NOTHING, Dropped, Framework, Refused, Row
+from threed.interop.script import TYPED
+from threed.interop.shell.opaque import is_open
+from threed.interop.shell.opaque import show as readable
+from threed.schema import Config
+
+_SLIP = 0.85  # how alike an unknown option and a slip of the pen are
+_SURE = ("optimizer.lr", "train.steps", "model.seq_len")  # what every run says
+
+
+@dataclass
+class Converted:
+    """`values`: our keys. `why`: our key -> a remark, for the line of the key. `dropped`, `refused`: their
+    keys -> the reason. `notes`: what the whole says."""
+
+    framework: Framework
+    source: str
+    values: dict[str, Any] = field(default_factory=dict)
+    why: dict[str, str] = field(default_factory=dict)
+    dropped: dict[str, str] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    config: Config = field(default_factory=Config)
+
+    @property
+    def missing(self) -> list[str]:
+        """Keys that every run says, and that this one leaves to threed's defaults."""
+        return [key for key in _SURE if key not in self.values]
+
+    def finish(self) -> Converted:
+        """Itself, with the config of its values. InputError where they are no config."""
+        try:
+            self.config = configs.of_values(dict(self.values), "the converted config")
+        except ConfigError as error:
+            raise InputError(f"{error}\nadd KEY=VALUE to the command, which wins over {self.source}"
+                             ) from None
+        return self
+
+
+def convert(framework: Framework, found: dict[str, Any], source: str, overrides: list[str],
+             devices: int | None, version: tuple[int, ...] = ()) -> Converted:
+    done = Converted(framework, source)
+    unknown = {key: value for key, value in found.items() if isinstance(value, str) and is_open(value)}
+    found = {key: value for key, value in found.items() if key not in unknown}
+    done.refused = {key: f"its value, {readable(value)}, comes from outside the script"
+                    for key, value in unknown.items()}
+    rows = {key: framework.row(key) for key in found}
+    if framework is not MEGATRON or source == TYPED:  # Megatron-LM has read a script's options itself
+        _check_names(framework, [key for key, row in rows.items() if row is None])
+    given = {row.theirs: found[key] for key, row in rows.items() if row is not None and found[key] != "auto"}
+    given |= {"version": version, "dp": None}
+    chosen = configs.overrides_of(overrides)
+    if framework is MEGATRON:  # what overrides say counts for options that depend on others
+        given |= {row.theirs: chosen[row.key] for row in framework.rows if row.key in chosen
+                  and row.theirs not in given and row.take is None and row.switch is None}
+    if devices is not None:
+        others = prod(chosen.get(key, _size(given, framework, key)) for key in ("parallel.tp", "parallel.pp"))
+        if devices < 1 or devices % others:
+            raise InputError(f"--devices {devices}: must be a multiple of tp x pp = {others}")
+        given["dp"] = devices // others
+    default = {name: value for name, value in framework.defaults(given).items() if name not in given}
+    given |= default
+    automatic = {row.theirs for key, row in rows.items() if row is not None and found[key] == "auto"}
+    origin: dict[str, str] = {}
+    for key, row in rows.items():
+        _take(done, origin, shown(framework, _stem(key, row)), row, found[key], given)
+    for name, value in default.items():
+        if name in automatic:
+            continue
+        _take_default(done, name, framework.row(name), value, given)
+    if given["dp"] is not None:
+        done.values.setdefault("parallel.dp", given["dp"])
+    done.values |= chosen
+    done.why = {key: text for key, text in done.why.items() if key not in chosen}
+    return done
+
+
+def _size(given: dict[str, Any], framework: Framework, key: str) -> int:
+    names = [row.theirs for row in framework.rows if row.key == key and row.theirs in given
+             and row.take is None]
+    return given[names[0]] if names else 1
+
+
+def _check_names(framework: Framework, unknown: list[str]) -> None:
+    names = {row.theirs.rpartition(".")[2]: row.theirs for row in framework.rows if "*" not in row.theirs}
+    for key in unknown:
+        near = difflib.get_close_matches(key.rpartition(".")[2].replace("-", "_"), list(names), 1, _SLIP)
+        if near:
+            raise InputError(f"{shown(framework, key)} is no key of {framework.name}; did you mean "
+                             f"{shown(framework, names[near[0]])}?")
+
+
+def _stem(key: str, row: Row | None) -> str:
+    """The section that a row with * stands for; of other keys the key."""
+    if row is None or not row.theirs.endswith("*") or "." not in key or row.theirs.endswith(".*"):
+        return key
+    fixed = row.theirs.rstrip("*")
+    section = key[:key.find(fixed) + len(fixed)]
+    return section if key[len(section):].startswith(".") else key
+
+
+def shown(framework: Framework, key: str) -> str:
+    return "--" + key.replace("_", "-") if framework is MEGATRON else key
+
+
+def _take(done: Converted, origin: dict[str, str], key: str, row: Row | None, value: Any,
+          given: dict[str, Any]) -> None:
+    """One key that was given."""
+    if row is None:
+        done.refused[key] = f"threed does not know this key of {done.framework.name}"
+        return
+    if value == "auto":
+        done.dropped[key] = "auto is filled in by Hugging Face's Trainer" + (f": set {row.key}" if row.key
+                                                                             else "")
+        return
+    try:
+        taken = _taken(row, value, given)
+    except Dropped as reason:
+        done.dropped[key] = str(reason)
+        return
+    except Refused as reason:
+        done.refused[key] = str(reason)
+        return
+    except TypeError:
+        raise InputError(f"{key}={value!r} is of type {type(value).__name__}, which {done.framework.name} "
+                         "does not take there") from None
+    for ours, converted in taken.items():
+        if ours in done.values and done.values[ours] != converted:
+            raise InputError(f"{origin[ours]} and {key} contradict each other: {ours} would be "
+                             f"{done.values[ours]} and {converted}; leave one of them out")
+        done.values[ours] = converted
+        origin[ours] = key
+        remark = row.ours.partition(" (")[2].rstrip(")")
+        if row.key == ours and remark.startswith("there "):
+            done.why[ours] = remark
+
+
+def _taken(row: Row, value: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """Our keys and values for one of their keys."""
+    if row.take is None and row.key is None:
+        if row.ours.startswith(NOTHING) and not row.asks(value):
+            return {}
+        raise (Dropped if row.ours.startswith(NO_KEY) else Refused)(row.ours.partition(": ")[2])
+    assert row.key is not None or row.take is not None
+    if row.switch is not None or row.off:
+        if not row.asks(value):
+            return {}
+    if row.take is None:
+        return {row.key: yaml.safe_load(row.switch) if row.switch is not None else value}  # pyright: ignore
+    taken = row.take(value, given)
+    return taken if isinstance(taken, dict) else {row.key: taken}  # pyright: ignore
+
+
+def _take_default(done: Converted, name: str, row: Row | None, value: Any, given: dict[str, Any]) -> None:
+    """One key that was not given, and whose default differs from ours."""
+    assert row is not None, name
+    try:
+        taken = _taken(row, value, given)
+    except Dropped:
+        return
+    except Refused as reason:
+        done.refused[shown(done.framework, name)] = f"not given, so {value}: {reason}"
+        return
+    for ours, converted in taken.items():
+        usual = get(Config(), ours)
+        by_version = name == "gradient_clipping"
+        if ours not in done.values and (converted != usual or by_version):
+            done.values[ours] = converted
+            done.why[ours] = f"{done.framework.name}'s default" + (
+                f": 1.0 since {'.'.join(map(str, CLIPS_SINCE))}, 0 before (--deepspeed-version)" if by_version
+                else f"; threed's is {inline(usual)}")
+
+
+def inline(value: Any) -> str:
+    """A value as YAML, on one line."""
+    return yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("...\n").strip()

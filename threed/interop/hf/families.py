@@ -1,0 +1,149 @@
+"""The families of transformers that threed knows, one table each, which both directions read.
+
+A row of `weights` names a parameter of ours, their tensors, and the view of ours that these are; `{i}`
+stands for a block's number. A row of `keys` names a key of config.json, the key of ours, and what
+transformers takes where config.json does not have it. To add a family is to add a table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from threed.interop.hf.mapping import View, by_group, by_kind, gate_and_up, same, transposed, vocabulary
+from threed.schema import ModelConfig
+
+NEEDED = object()  # a key without a default
+
+
+class Row(NamedTuple):
+    ours: str
+    theirs: tuple[str, ...]
+    view: View = same
+
+    def of(self, block: int) -> Row:
+        index = str(block)
+        return Row(self.ours.replace("{i}", index), tuple(each.replace("{i}", index) for each in self.theirs),
+                   self.view)
+
+
+class Key(NamedTuple):
+    theirs: str
+    ours: str
+    default: Any = NEEDED
+
+
+@dataclass(frozen=True)
+class HFFamily:
+    model_type: str
+    architecture: str
+    weights: tuple[Row, ...]
+    keys: tuple[Key, ...]
+    fixed: Mapping[str, Any]  # keys of ours that every model of the family has alike
+    # Keys of theirs -> the values that threed computes with, what transformers writes first. (A default of
+    # transformers is among them.)
+    only: Mapping[str, tuple[Any, ...]]
+    prefix: str  # of all names but the head's; some files leave it out
+    longest: str = "max_position_embeddings"  # their key of the longest sequence
+    dropped: tuple[str, ...] = ()  # ends of names of tensors that are no weights
+    heads: int | None = None  # their head_dim where config.json has none; None: hidden / heads
+    other: tuple[str, ...] = field(default=())  # keys that do not change what a model computes here
+
+    def rows(self, model: ModelConfig) -> Iterator[Row]:
+        """The rows of all parameters that a model of ours may have."""
+        for row in self.weights:
+            if "{i}" in row.ours:
+                yield from (row.of(block) for block in range(model.layers))
+            else:
+                yield row
+
+
+# ---------------------------------------------------------------- GPT-2
+
+_GPT2 = HFFamily(
+    "gpt2", "GPT2LMHeadModel",
+    (
+        Row("embedding.word.weight", ("transformer.wte.weight",), vocabulary),
+        Row("embedding.position.weight", ("transformer.wpe.weight",)),
+        Row("blocks.{i}.attention_norm.weight", ("transformer.h.{i}.ln_1.weight",)),
+        Row("blocks.{i}.attention_norm.bias", ("transformer.h.{i}.ln_1.bias",)),
+        Row("blocks.{i}.attention.qkv.weight", ("transformer.h.{i}.attn.c_attn.weight",), by_kind),
+        Row("blocks.{i}.attention.qkv.bias", ("transformer.h.{i}.attn.c_attn.bias",), by_kind),
+        Row("blocks.{i}.attention.out.weight", ("transformer.h.{i}.attn.c_proj.weight",), transposed),
+        Row("blocks.{i}.attention.out.bias", ("transformer.h.{i}.attn.c_proj.bias",)),
+        Row("blocks.{i}.mlp_norm.weight", ("transformer.h.{i}.ln_2.weight",)),
+        Row("blocks.{i}.mlp_norm.bias", ("transformer.h.{i}.ln_2.bias",)),
+        Row("blocks.{i}.mlp.up.weight", ("transformer.h.{i}.mlp.c_fc.weight",), transposed),
+        Row("blocks.{i}.mlp.up.bias", ("transformer.h.{i}.mlp.c_fc.bias",)),
+        Row("blocks.{i}.mlp.down.weight", ("transformer.h.{i}.mlp.c_proj.weight",), transposed),
+        Row("blocks.{i}.mlp.down.bias", ("transformer.h.{i}.mlp.c_proj.bias",)),
+        Row("head.norm.weight", ("transformer.ln_f.weight",)),
+        Row("head.norm.bias", ("transformer.ln_f.bias",)),
+        Row("head.output.weight", ("lm_head.weight",), vocabulary),
+    ),
+    (
+        Key("n_layer", "layers", 12), Key("n_embd", "hidden", 768), Key("n_head", "heads", 12),
+        Key("n_inner", "ffn_hidden", None), Key("vocab_size", "vocab", 50257),
+        Key("layer_norm_epsilon", "norm_eps", 1e-5), Key("initializer_range", "init_std", 0.02),
+        Key("resid_pdrop", "dropout", 0.1), Key("attn_pdrop", "attention_dropout", 0.1),
+        Key("tie_word_embeddings", "tie_embeddings", True),
+    ),
+    {"family": "gpt", "position": "learned", "norm": "layernorm", "activation": "gelu", "bias": True,
+     "qkv_bias": None, "qk_norm": False, "kv_heads": None, "head_dim": None, "rope_scaling": None},
+    {"activation_function": ("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "scale_attn_weights": (True,),
+     "scale_attn_by_inverse_layer_idx": (False,), "add_cross_attention": (False,)},
+    "transformer.", "n_positions", (".attn.bias", ".attn.masked_bias"),
+    other=("n_ctx", "reorder_and_upcast_attn"),
+)
+
+# ---------------------------------------------------------------- Llama and what is built like it
+
+_LLAMA_WEIGHTS = (
+    Row("embedding.word.weight", ("model.embed_tokens.weight",), vocabulary),
+    Row("blocks.{i}.attention_norm.weight", ("model.layers.{i}.input_layernorm.weight",)),
+    Row("blocks.{i}.attention.qkv.weight", ("model.layers.{i}.self_attn.q_proj.weight",
+                                            "model.layers.{i}.self_attn.k_proj.weight",
+                                            "model.layers.{i}.self_attn.v_proj.weight"), by_group),
+    Row("blocks.{i}.attention.out.weight", ("model.layers.{i}.self_attn.o_proj.weight",)),
+    Row("blocks.{i}.mlp_norm.weight", ("model.layers.{i}.post_attention_layernorm.weight",)),
+    Row("blocks.{i}.mlp.up.weight", ("model.layers.{i}.mlp.gate_proj.weight",
+                                     "model.layers.{i}.mlp.up_proj.weight"), gate_and_up),
+    Row("blocks.{i}.mlp.down.weight", ("model.layers.{i}.mlp.down_proj.weight",)),
+    Row("head.norm.weight", ("model.norm.weight",)),
+    Row("head.output.weight", ("lm_head.weight",), vocabulary),
+)
+_LLAMA_KEYS = (
+    Key("num_hidden_layers", "layers"), Key("hidden_size", "hidden"), Key("num_attention_heads", "heads"),
+    Key("num_key_value_heads", "kv_heads", None), Key("intermediate_size", "ffn_hidden"),
+    Key("vocab_size", "vocab"), Key("rms_norm_eps", "norm_eps", 1e-6),
+    Key("initializer_range", "init_std", 0.02), Key("attention_dropout", "attention_dropout", 0.0),
+    Key("tie_word_embeddings", "tie_embeddings", False),
+)
+_LLAMA_FIXED = {"family": "llama", "position": "rotary", "norm": "rmsnorm", "activation": "swiglu",
+                "bias": False, "qkv_bias": None, "qk_norm": False, "dropout": 0.0}
+_LLAMA_ONLY = {"hidden_act": ("silu", "swish")}
+_WINDOWS = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
+
+_LLAMA = HFFamily("llama", "LlamaForCausalLM", _LLAMA_WEIGHTS, _LLAMA_KEYS, _LLAMA_FIXED,
+                  {**_LLAMA_ONLY, "attention_bias": (False,), "mlp_bias": (False,)}, "model.",
+                  dropped=(".rotary_emb.inv_freq",), other=("pretraining_tp",))
+_MISTRAL = HFFamily("mistral", "MistralForCausalLM", _LLAMA_WEIGHTS, _LLAMA_KEYS, _LLAMA_FIXED, _LLAMA_ONLY,
+                    "model.", other=_WINDOWS)
+_QWEN2 = HFFamily(
+    "qwen2", "Qwen2ForCausalLM",
+    (*_LLAMA_WEIGHTS,
+     Row("blocks.{i}.attention.qkv.bias", ("model.layers.{i}.self_attn.q_proj.bias",
+                                           "model.layers.{i}.self_attn.k_proj.bias",
+                                           "model.layers.{i}.self_attn.v_proj.bias"), by_group)),
+    _LLAMA_KEYS, {**_LLAMA_FIXED, "qkv_bias": True}, _LLAMA_ONLY, "model.", other=_WINDOWS)
+_QWEN3 = HFFamily(
+    "qwen3", "Qwen3ForCausalLM",
+    (*_LLAMA_WEIGHTS,
+     Row("blocks.{i}.attention.q_norm.weight", ("model.layers.{i}.self_attn.q_norm.weight",)),
+     Row("blocks.{i}.attention.k_norm.weight", ("model.layers.{i}.self_attn.k_norm.weight",))),
+    _LLAMA_KEYS, {**_LLAMA_FIXED, "qk_norm": True}, {**_LLAMA_ONLY, "attention_bias": (False,)}, "model.",
+    heads=128, other=_WINDOWS)
+
+# The first that can hold a model is what a run is exported as.
+FAMILIES = {each.model_type: each for each in (_GPT2, _LLAMA, _MISTRAL, _QWEN2, _QWEN3)}

@@ -1,0 +1,256 @@
+"""Import: the weights of a model of transformers become a checkpoint at step 0, and its config a YAML.
+
+The checkpoint has weights alone: a run that resumes from it begins with an optimizer's fresh state, on any
+mesh. One parameter of ours is in memory at a time, in fp32.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import yaml
+
+from threed.base.errors import InputError
+from threed.base.mesh import AXES
+from threed.base.progress import Progress
+from threed.base.quantity import show_bytes
+from threed.checkpoint.boxes import Box
+from threed.checkpoint.format import FORMAT, checkpoints, file_name, folder, is_name, name_of, sync
+from threed.checkpoint.lineage import Lineage, write_latest
+from threed.checkpoint.save import describe
+from threed.checkpoint.write import Item, write
+from threed.config import load as configs
+from threed.data.place import CONFIG
+from threed.data.tokenizer import load
+from threed.interop.hf import sidecar as kept
+from threed.interop.hf.adapters import without
+from threed.interop.hf.config import family_of, values_of
+from threed.interop.hf.families import HFFamily, Row
+from threed.interop.hf.mapping import Part
+from threed.interop.hf.places import located, read, title_of, whole_file
+from threed.interop.hf.tensors import DTYPES, NAMES, Files, Fit
+from threed.models.model import parameters
+from threed.schema import Config, ModelConfig
+from threed.spec.parameter import Parameter
+
+TIED = "lm_head.weight"  # in some files of tied models, too
+_EMBEDDING = "embedding.word.weight"
+_COMMENTS = {"optimizer":
+             "For a model that is trained already; a new one takes about thirty times this rate. "
+             "(LoRA takes about 2e-4.)"}
+
+
+class Source(NamedTuple):
+    """Where the tensors of a model are."""
+
+    files: Files
+    rows: dict[str, tuple[Row, tuple[str, ...]]]  # our parameter -> its row, and their names in the files
+    copies: tuple[str, ...]  # tensors that are tied to the word embedding, and are in the files all the same
+    dropped: tuple[str, ...]  # tensors that are no weights
+
+
+def import_model(source: Path, output: Path, overrides: list[str] | None = None,
+                 yaml_file: Path | None = None,
+                 say: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
+    """Import the folder of a model of transformers, or the folder around it in the hub's cache. `output`: the
+    run.dir of a run to come, or a checkpoint's folder, such as PATH/step-00000000. `yaml_file`: the config to
+    write; None: config.yaml beside the checkpoints. Returns what was written. InputError where the model is
+    not one that threed has, and `overrides` do not say what it is to be instead."""
+    source, notes = located(source)
+    for note in notes:
+        say(note)
+    described = read(source / kept.CONFIG)
+    family = family_of(described, source / kept.CONFIG)
+    given = configs.overrides_of(overrides)
+    checkpoint, home = _places(output)
+    if given.get("run.dir", str(home)) != str(home):
+        raise InputError(f"run.dir={given['run.dir']}: it is what -o says, {home}; leave it out")
+    values, said = values_of(family, described, source / kept.CONFIG,
+                             {key.removeprefix("model."): value for key, value in given.items()})
+    beside = home / kept.FOLDER
+    data, more = _tokenizer(source / kept.TOKENIZER, beside / kept.TOKENIZER)
+    notes = [*said, *more]
+    wide = described.get("dtype", described.get("torch_dtype"))
+    values = {**{f"model.{key}": value for key, value in values.items() if value is not None}, **data,
+              **({"precision.dtype": "bf16"} if wide == "bfloat16" else {}), "run.dir": str(home),
+              "optimizer.lr": 2e-4 if given.get("model.lora_rank") else 1e-5, "optimizer.warmup_steps": 10,
+              **given}
+    config = configs.of_values(values, f"the config of {source}")
+    config = replace(config, model=without(config.model))  # adapters begin anew in the run
+    found = locate(family, config.model, Files(source))
+    if found.dropped:
+        notes.append(f"dropped, since they are no weights: {', '.join(found.dropped[:3])}"
+                     f"{f' and {len(found.dropped) - 3} more' if len(found.dropped) > 3 else ''}")
+    file = yaml_file or home / "config.yaml"
+    _check_room(config, checkpoint, beside, file)
+    say(f"{family.model_type}: {len(found.rows)} tensors, from {', '.join(found.files.headers)}")
+    try:
+        kept.keep(source, beside, None if found.dropped else found.files.headers)
+        _write_yaml(file, values, source)
+        size, strange = _write_checkpoint(checkpoint, config, found, say)
+    except BaseException as error:  # Ctrl-C, too, leaves nothing half done
+        shutil.rmtree(beside, ignore_errors=True)
+        file.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise InputError(f"{home} cannot be written: {error.strerror or error}") from None
+        raise
+    return {"family": family.model_type, "checkpoint": str(checkpoint), "config": str(file),
+            "parameters": sum(each.numel for each in parameters(config.model)), "bytes": size,
+            "notes": [*notes, *strange]}
+
+
+def _tokenizer(source: Path, kept_file: Path) -> tuple[dict[str, Any], list[str]]:
+    """The keys of `data` that a tokenizer asks for, and lines to say."""
+    if source.is_file():
+        whole_file(source)
+    else:
+        return {}, [f"{source.parent} has no {source.name}: set data.tokenizer yourself (transformers' "
+                    "AutoTokenizer writes one with save_pretrained)"]
+    try:
+        found = load(source)
+    except InputError as error:
+        return {"data.tokenizer": str(kept_file)}, [str(error)]
+    notes = [] if found.eod is not None else [
+        f"{source} has no token that ends a document, and the files beside it name none: set "
+        f'data.append_eod=false, or write {{"eos_token": "THE_TOKEN"}} into {kept_file.parent}/{CONFIG}']
+    return {"data.tokenizer": str(kept_file), **({"data.prepend_bos": True} if found.bos else {})}, notes
+
+
+def _check_room(config: Config, checkpoint: Path, beside: Path, file: Path) -> None:
+    """InputError where something would be overwritten."""
+    home = beside.parent
+    try:
+        if checkpoint.parent == folder(config) and checkpoints(config):
+            raise InputError(f"{home} has checkpoints already: give another folder with -o")
+        there = next((path for path in (checkpoint, beside, file) if path.exists()), None)
+    except OSError as error:
+        raise InputError(f"{home} cannot be written: {error.strerror}") from None
+    if there is not None:
+        raise InputError(f"{there} is there already: give another {'--config' if there == file else '-o'}")
+
+
+def _places(output: Path) -> tuple[Path, Path]:
+    """(the checkpoint's folder, the folder beside which the rest is kept)."""
+    if is_name(output.name):
+        return output, output.parent
+    return output / "checkpoints" / name_of(0), output
+
+
+def locate(family: HFFamily, model: ModelConfig, files: Files) -> Source:
+    """Find the tensors of all parameters. InputError where one is missing, is of another shape, or is left
+    over."""
+    bare = not any(name.startswith(family.prefix) for name in files.entries)
+
+    def actual(name: str) -> str:
+        return name.removeprefix(family.prefix) if bare else name
+
+    ours = {parameter.name: parameter for parameter in parameters(model)}
+    rows = {row.ours: (row, tuple(map(actual, row.theirs))) for row in family.rows(model) if row.ours in ours}
+    problems = []
+    for name, parameter in ours.items():
+        if name not in rows:
+            problems.append(f"a {family.model_type} of transformers has no {name}: leave out the override "
+                            "that asks for it")
+            continue
+        row, names = rows[name]
+        shapes = [part.shape for part in row.view(torch.empty(parameter.stored, device="meta"), model)]
+        for theirs, shape in zip(names, shapes, strict=True):
+            entry = files.entries.get(theirs)
+            if entry is None:
+                problems.append(f"{theirs} is missing" + "; if the head's matrix is the word embedding, give "
+                                "model.tie_embeddings=true" * (theirs == TIED))
+            elif entry.shape != shape:
+                problems.append(f"{theirs} has the shape {list(entry.shape)}, not {list(shape)}"
+                                + _answer(name, entry.shape, shape))
+    rest = files.entries.keys() - set(itertools.chain.from_iterable(names for _, names in rows.values()))
+    copies = rest & {TIED} if model.tie_embeddings else set()
+    dropped = {name for name in rest if name.endswith(family.dropped)} if family.dropped else set()
+    problems += [f"{name} has no place in a {family.model_type} of threed"
+                 for name in sorted(rest - copies - dropped)]
+    if problems:
+        more = f"\n  and {len(problems) - 5} more" if len(problems) > 5 else ""
+        lines = "".join(f"\n  - {problem}" for problem in problems[:5])
+        raise InputError(f"{files.folder}: the tensors are not those of config.json:{lines}{more}")
+    return Source(files, rows, tuple(sorted(copies)), tuple(sorted(dropped)))
+
+
+def _answer(ours: str, has: tuple[int, ...], asked: tuple[int, ...]) -> str:
+    """The key that answers a shape that is not that of config.json."""
+    if ours == _EMBEDDING and has[1:] == asked[1:]:
+        return f"; if it has {has[0]} tokens, give model.vocab={has[0]}"
+    return ""
+
+
+def _write_checkpoint(path: Path, config: Config, source: Source,
+                      say: Callable[[str], None]) -> tuple[int, list[str]]:
+    """Write a checkpoint of weights alone; its bytes, and lines to say. What fails leaves no folder
+    behind."""
+    fit = Fit(f"precision.dtype={config.precision.dtype}")
+    everything = list(parameters(config.model))
+    progress = Progress("imported", 4 * sum(math.prod(each.stored) for each in everything), show_bytes, say)
+    aside = path.with_name(path.name + ".import.tmp")
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        aside.mkdir(parents=True)
+        items = [_item(parameter, config, source, progress, fit) for parameter in everything]
+        report = write(aside / file_name(0), 0, items)
+        fit.check()
+        lineage = Lineage.new(config)
+        describe(aside, {
+            "format": FORMAT, "step": 0, "updates": 0, "samples": 0, "skipped": 0, "loss_scaler": {},
+            "waiting": None, "wandb_id": None, "weights_only": True, "lineage": lineage,
+            "mesh": {**dict.fromkeys(AXES, 1), "order": list(AXES)}, "torch": torch.__version__,
+            "config": config.to_dict()}, [report])
+        sync(aside)
+        os.replace(aside, path)
+        sync(path.parent)
+        if path.parent == folder(config):
+            write_latest(config, path.name, lineage)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return report.size, fit.notes()
+
+
+def _item(parameter: Parameter, config: Config, source: Source, progress: Progress, fit: Fit) -> Item:
+    """A parameter to be written, which is read when its turn comes."""
+    stored = parameter.stored
+    box = Box(parameter.name, tuple(0 for _ in stored), stored, stored, 0, parameter.axes)
+    row, names = source.rows[parameter.name]
+    dtype = DTYPES[NAMES[config.precision.dtype]]  # of compute: a weight is rounded to it in each step
+
+    def values() -> torch.Tensor:
+        whole = torch.empty(stored)
+        if parameter.unpadded is not None:
+            whole[parameter.unpadded:] = 0.0
+        parts: list[Part] = row.view(whole, config.model)
+        for name, part in zip(names, parts, strict=True):
+            source.files.read(name, part, fit, dtype)
+        for name in source.copies if parameter.tied else ():
+            if source.files.differs(name, parts[0]):
+                raise InputError(f"{source.files.folder}: tie_word_embeddings is true, and {name} is not "
+                                 f"{names[0]}; give model.tie_embeddings=false if they are two matrices")
+        progress.add(whole.nbytes)
+        return whole.view(-1)
+
+    return Item("param", box, values)
+
+
+def _write_yaml(file: Path, values: Mapping[str, Any], source: Path) -> None:
+    sections: dict[str, dict[str, Any]] = {}
+    for key, value in values.items():
+        section, _, name = key.partition(".")
+        sections.setdefault(section, {})[name] = value
+    order = ("model", "data", "precision")
+    text = "\n".join((f"# {_COMMENTS[name]}\n" if name in _COMMENTS else "")
+                     + yaml.safe_dump({name: sections[name]}, sort_keys=False)
+                     for name in sorted(sections, key=lambda name: order.index(name) if name in order else 9))
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(f"# {title_of(source)}, imported from transformers.\n{text}")

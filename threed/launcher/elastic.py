@@ -1,0 +1,147 @@
+"""Elastic: what a rank does under an elastic agent (torchrun, threed.torchrun, ft_launcher).
+
+An agent starts its ranks again after every failure, at once. Rank 0 decides whether that is of use, before
+anything else: it reads the failures so far, waits, or refuses. Where it refuses, the first rank of each
+machine has its agent end by SIGQUIT, which torch's agents obey.
+
+`failures.jsonl`, in run.dir, has a row for each failure under an agent: the note of the rank that failed
+first (see `engine.watch.tell`), with the agent of rank 0 and the newest checkpoint then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from threed.base import console
+from threed.base.errors import InputError, RunError, ThreedError
+from threed.base.restart import Failure, Restarts
+from threed.checkpoint.format import folder_in
+from threed.checkpoint.lineage import latest_in
+from threed.comm.environment import Place, agent
+from threed.schema import Config
+
+FAILURES = "failures.jsonl"
+HEARD_S = 1.0  # so long a rank lives on, that its agent hears it before it sees an end and starts ranks again
+AGENT, GO = "threed/agent", "threed/go"  # keys of a start's store: rank 0's agent, and what it has decided
+LAUNCHER = "THREED_LAUNCHER"  # in the environment: the descriptor on which `threed.torchrun` hears its ranks
+
+
+class Refused(ThreedError):
+    """This start is of no use: the agents end."""
+
+    def __init__(self, text: str, status: int):
+        super().__init__(text)
+        self.status = status
+
+
+def begin(config: Config, place: Place, store: Any, prefix: str) -> None:
+    """Wait as long as the restart policy asks for. Refused where it does not allow a start, InputError where
+    agents do not agree on the number of nodes. `store`: of this start; its keys have a `prefix`."""
+    tell_launcher(rank=place.rank, run=str(Path(config.run.dir).absolute()),
+                  store=[os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), prefix])
+    nodes = os.environ.get("GROUP_WORLD_SIZE")
+    if place.rank == 0:
+        store.set(AGENT, agent())
+        wait_s, text, status = decide(config) if agent() else (0.0, "", 0)
+        if text and wait_s is not None:
+            console.say(text)
+        store.set(GO, json.dumps([wait_s, text, status, nodes]))
+    else:
+        wait_s, text, status, theirs = json.loads(store.get(GO))
+        if nodes != theirs:  # torch's agents would train, and wait for each other for 300 s at the end
+            raise InputError(f"NNODES is {nodes} on {socket.gethostname()} and {theirs} on node 0: give all "
+                             "nodes the same number")
+    if wait_s is None:
+        raise Refused(text, status)
+    time.sleep(wait_s)
+
+
+def decide(config: Config) -> tuple[float | None, str, int]:
+    """Seconds to wait before the ranks go on, or None where they should not; what to say; and the status of
+    the last failure. The policy goes through the failures that this agent has seen."""
+    run, mine = config.run, agent()
+    # torchrun's --max-restarts asks for restarts even where the config does not
+    restarts = Restarts(run.restarts or _number("TORCHELASTIC_MAX_RESTARTS"), run.restart_wait_s)
+    wait_s, text, status = 0.0, "", 0
+    for row in _rows(Path(run.dir) / FAILURES):
+        if row.get("agent") == mine:
+            wait_s, text = restarts.after(Failure(row["message"].splitlines()[0], row["cause"], row["step"],
+                                                  row["status"], row.get("own", False)), row["newest"])
+            status = row["status"]
+    return wait_s, text, status
+
+
+def _rows(file: Path) -> list[dict[str, Any]]:
+    """Whole rows; a rank may have been killed while it wrote one."""
+    rows = []
+    with contextlib.suppress(OSError):
+        for line in file.read_text().splitlines():
+            with contextlib.suppress(ValueError):
+                rows.append(json.loads(line))
+    return rows
+
+
+def note_failure(run: Path, store: Any, note: Mapping[str, Any]) -> None:
+    """Add a failure to the file in a run's folder. Where that cannot be written, or the store has gone, it is
+    left out: then the agents' own count alone ends a run that fails again and again."""
+    with contextlib.suppress(OSError, RuntimeError):
+        mine = store.get(AGENT).decode() if store.check([AGENT]) else ""
+        if not mine:
+            return
+        row = {"time": time.time(), **note, "agent": mine, "newest": latest_in(folder_in(run))[0]}
+        file = os.open(run / FAILURES, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
+        try:
+            os.write(file, json.dumps(row).encode() + b"\n")
+        finally:
+            os.close(file)
+
+
+def is_final(note: Mapping[str, Any] | None) -> bool:
+    """Whether another start is of no use: after a mistake, a wrong result, a stop, or nodes that did not
+    come; or without a note, since the store has gone, where the agent of node 0 served it."""
+    if note is None:
+        return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return note.get("final", False) or (note["rank"] is not None and note["status"] != RunError.status)
+
+
+def end_agent(status: int) -> None:
+    """Have the agent that has started this rank end, with the rank's status, and not start its ranks again.
+    The first rank of each machine does it."""
+    again = _number("TORCHELASTIC_MAX_RESTARTS") > _number("TORCHELASTIC_RESTART_COUNT")
+    if not agent() or not again or os.environ.get("LOCAL_RANK") != "0":
+        return
+    if LAUNCHER in os.environ:
+        tell_launcher(ends=status)
+    else:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(os.getppid(), signal.SIGQUIT)
+    time.sleep(HEARD_S)
+
+
+def _number(variable: str) -> int:
+    return int(os.environ.get(variable, 0))
+
+
+def error_file(text: str) -> None:
+    """Leave the reason where torch's agents look for it, and show it among their own lines."""
+    if agent():
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        with contextlib.suppress(OSError):
+            get_error_handler().record_exception(RunError(text))
+
+
+def tell_launcher(**values: Any) -> None:
+    """Tell `threed.torchrun`, where it has started this rank."""
+    if LAUNCHER in os.environ:
+        line = {"pid": os.getpid(), **values}
+        with contextlib.suppress(OSError):
+            os.write(int(os.environ[LAUNCHER]), json.dumps(line).encode() + b"\n")

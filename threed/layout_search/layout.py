@@ -1,0 +1,122 @@
+"""Layouts: the settings of a config that lay work out on devices, as plain values. Only `reduce_dtype`
+changes what is computed; a search leaves it alone unless it is asked to."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from threed.schedules.orders import SCHEDULES
+from threed.schema import ActivationConfig, Config, OffloadConfig, ZeroConfig
+
+# Field of a layout -> key of the config
+KEYS = {
+    "tp": "parallel.tp", "pp": "parallel.pp", "dp": "parallel.dp", "axis_order": "parallel.axis_order",
+    "schedule": "parallel.schedule", "virtual_stages": "parallel.virtual_stages",
+    "micro_batch_size": "train.micro_batch_size", "sequence_parallel": "parallel.sequence_parallel",
+    "stage": "zero.stage", "shard_size": "zero.shard_size", "residency": "zero.residency",
+    "reduce_every": "zero.reduce_every", "policy": "activation.policy", "every": "activation.every",
+    "offload_activations": "activation.offload", "offload_optimizer": "offload.optimizer",
+    "tile_linears": "model.tile_linears", "reduce_dtype": "precision.reduce_dtype",
+}
+
+
+class Layout(NamedTuple):
+    """Each field is a key of the config (KEYS), in its words."""
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    axis_order: str = "pp-dp-tp"
+    schedule: str = "1f1b"
+    virtual_stages: int = 1  # stages a position
+    micro_batch_size: int = 1
+    sequence_parallel: bool = False
+    stage: int = 1  # of ZeRO
+    shard_size: int = 1  # ranks that share one copy
+    residency: int | str | None = None  # of stage 3
+    reduce_every: int | str | None = None  # of stages 2 and 3
+    policy: str = "none"
+    every: int = 1
+    offload_activations: bool = False
+    offload_optimizer: bool = False
+    tile_linears: str | None = None
+    reduce_dtype: str | None = None  # None: what the config has
+
+    @property
+    def often(self) -> bool:
+        """Whether parameters are gathered or gradients are reduced in every micro-batch."""
+        return self.dp > 1 and ((self.stage == 3 and self.residency != "step")
+                                or (self.stage >= 2 and self.reduce_every != "step"))
+
+    @property
+    def idea(self) -> tuple[object, ...]:
+        """What distinguishes one idea from another: layouts of one idea differ in details."""
+        family = "" if self.pp == 1 else _FAMILIES.get(self.schedule, self.schedule)
+        return (self.tp, self.pp, family, self.often, self.policy == "full", self.offload_optimizer,
+                self.reduce_dtype)
+
+    def text(self) -> str:
+        """In a line: what a person would call it."""
+        words = [f"tp {self.tp} pp {self.pp} dp {self.dp}"]
+        if self.axis_order != "pp-dp-tp":
+            words.append(self.axis_order)
+        if self.pp > 1:
+            times = f" x{self.virtual_stages}" if SCHEDULES[self.schedule].virtual is None else ""
+            words.append(self.schedule + times)
+        words.append(f"micro-batch {self.micro_batch_size}")
+        words += ["sequence parallel"] * self.sequence_parallel
+        if self.dp > 1:
+            over = f" over {self.shard_size}" if self.shard_size < self.dp else ""
+            words.append(f"ZeRO-{self.stage}{over}")
+            words += [f"residency {self.residency}"] * (self.stage == 3)
+            words += [f"reduce every {self.reduce_every}"] * (self.stage >= 2 and self.reduce_every != "step")
+        if self.policy != "none":
+            words.append("recompute " + self.policy + (f"/{self.every}" if self.every > 1 else ""))
+        words += ["inputs on host"] * self.offload_activations
+        words += ["optimizer on host"] * self.offload_optimizer
+        words += [f"tiles of {self.tile_linears}"] * (self.tile_linears is not None)
+        words += [f"gradients sent in {self.reduce_dtype}"] * (self.reduce_dtype in ("bf16", "fp16"))
+        return ", ".join(words)
+
+
+# Schedules of one kind: they trade memory for time in the same way.
+_FAMILIES = {"zb-h1": "zero bubble", "zb-h2": "zero bubble", **dict.fromkeys(
+    ("zb-v", "dualpipe-v", "v-half", "v-min"), "v"), "gpipe": "all forwards first",
+    "breadth-first": "all forwards first"}
+
+
+def config_of(layout: Layout, base: Config) -> Config:
+    """The config `base` with a layout's settings. Settings that the layout has no use for are left out."""
+    config = copy.deepcopy(base)
+    parallel, free = config.parallel, SCHEDULES[layout.schedule].virtual is None
+    parallel.tp, parallel.pp, parallel.dp = layout.tp, layout.pp, layout.dp
+    parallel.axis_order, parallel.schedule = layout.axis_order, layout.schedule
+    parallel.virtual_stages = layout.virtual_stages if free else None
+    parallel.sequence_parallel = layout.sequence_parallel
+    config.train.micro_batch_size = layout.micro_batch_size
+    shard = layout.shard_size if layout.shard_size < layout.dp else None
+    third = base.zero if layout.stage == 3 else ZeroConfig()
+    config.zero = ZeroConfig(layout.stage, shard if layout.stage >= 1 else None,
+                             layout.reduce_every if layout.stage >= 2 else None,
+                             layout.residency if layout.stage == 3 else None,
+                             third.prefetch, third.persist_below)
+    if layout.policy == "full":
+        config.activation = replace(base.activation, policy="full", pieces=None,
+                                    every=layout.every if layout.every > 1 else None,
+                                    offload="cpu" if layout.offload_activations else "none")
+    else:
+        pieces = base.activation.pieces if layout.policy == "selective" else None
+        config.activation = ActivationConfig(layout.policy, pieces=pieces)
+    config.offload = replace(base.offload, optimizer="cpu") if layout.offload_optimizer else OffloadConfig()
+    config.model.tile_linears = layout.tile_linears
+    config.precision.reduce_dtype = layout.reduce_dtype or base.precision.reduce_dtype
+    return config
+
+
+def changes(config: Config, base: Config) -> dict[str, Any]:
+    """Dotted keys with other values than in `base`."""
+    ours, theirs = config.to_dict(), base.to_dict()
+    return {f"{section}.{key}": value for section, values in ours.items() for key, value in values.items()
+            if theirs[section][key] != value}

@@ -1,0 +1,179 @@
+"""The space of a search: all layouts of a config on so many devices. A **shape** is a layout's mesh, schedule
+and micro-batches; its **variants** differ in what they do to save memory.
+
+A variant that saves memory is needless where one that does less for it fits: it recomputes or moves more.
+Tiles make the buffers of ZeRO-3 smaller: they are among the variants where these buffers take much memory.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from threed.config.validate import validate
+from threed.layout_search.estimator import Fast
+from threed.layout_search.layout import Layout, config_of
+from threed.schedules.orders import SCHEDULES
+
+# Reasons for which layouts are dropped
+NO_SHAPE = "tp does not divide the model"
+NO_TILES = "the model has no such tiles"
+NO_BATCH = "dp x micro-batch does not divide the global batch"
+NO_STAGES = "more stages than units of the model"
+NO_FILL = "fewer micro-batches than the schedule needs"
+NO_MEMORY = "does not fit into the device's memory"
+NO_HOST = "does not fit into the host's memory"
+NEEDLESS = "saves memory that another, which does less for it, does not need"
+SLOWER = "slower than those found, at best"
+
+_VIRTUAL = (2, 3, 4, 6, 8)
+_MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
+# Bytes that buffers of ZeRO-3 take for each element of the largest unit: it and the next one are gathered,
+# two gradients are alive, one of which is sent. Above this share of the memory, tiles are tried.
+_BUFFERED, _MUCH = 16, 0.1
+# What recomputation saves, least first
+_RECOMPUTES = (("none", False), ("selective", False), ("full", False), ("full", True))
+# (stage, residency, reduce_every), and what each does to save memory: it gathers, it reduces more often
+_ZEROS: tuple[tuple[int, str | int | None, str | int | None, int, int], ...] = (
+    (0, None, None, 0, 0), (1, None, None, 0, 0), (2, None, "step", 0, 0), (2, None, 1, 0, 1),
+    (3, "step", "step", 0, 0), (3, "stage", "step", 1, 0), (3, "stage", 1, 1, 1), (3, 1, "step", 2, 0),
+    (3, 1, 1, 2, 1))
+
+
+class Variant(NamedTuple):
+    layout: Layout
+    # Variants of one family save memory by the same means: stage, shard size; and reduce alike.
+    family: tuple[int, int, str | None]
+    efforts: tuple[int, ...]  # by means: how much it does
+
+    def needless(self, fitting: Sequence[Variant]) -> bool:
+        """Whether one that fits does less of everything."""
+        return any(other.family == self.family
+                   and all(less <= more for less, more in zip(other.efforts, self.efforts, strict=True))
+                   for other in fitting)
+
+
+class Space:
+    """`fixed`: field of a layout -> its only value. `memory`: bytes of a device. `rounding`: whether
+    gradients that are sent in 16 bits are among the layouts."""
+
+    def __init__(self, fast: Fast, devices: int, fixed: Mapping[str, Any], memory: int,
+                 rounding: bool = False):
+        self.base, self.fast, self.devices = fast.config, fast, devices
+        self.fixed, self.memory = fixed, memory
+        self.node = round(min(fast.hardware.node_ranks, devices))
+        self.reduce_dtypes = ("fp32", self.base.precision.dtype) if rounding else (None,)
+        self.dropped: Counter[str] = Counter()
+        self.wrong: dict[str, str] = {}  # reason -> an example in words
+
+    def shapes(self) -> Iterator[Layout]:
+        """All that can run."""
+        for tp in self._choices("tp", _divisors(self.devices)):
+            for cut in self._choices("sequence_parallel", (False, True) if tp > 1 else (False,)):
+                alone = Layout(tp, sequence_parallel=cut, tile_linears=self.fixed.get("tile_linears"))
+                if problems := validate(config_of(alone, self.base)):
+                    self._drop(NO_TILES if "tile_linears" in problems[0] else NO_SHAPE, problems[0])
+                    continue
+                for pp in self._choices("pp", _divisors(self.devices // tp)):
+                    dp = self.devices // tp // pp
+                    if tp * pp * dp == self.devices and self.fixed.get("dp", dp) == dp:
+                        yield from self._batches(alone._replace(pp=pp, dp=dp))
+
+    def _batches(self, mesh: Layout) -> Iterator[Layout]:
+        batch = self.base.train.global_batch_size
+        for size in self._choices("micro_batch_size", _MICRO_BATCHES):
+            if batch % (mesh.dp * size):
+                self._drop(NO_BATCH, f"{batch} sequences, dp {mesh.dp} x micro-batch {size}")
+                continue
+            for order in self._choices("axis_order", self._orders(mesh)):
+                for name, virtual in self._schedules(mesh, batch // (mesh.dp * size)):
+                    yield mesh._replace(micro_batch_size=size, axis_order=order, schedule=name,
+                                        virtual_stages=virtual)
+
+    def _orders(self, mesh: Layout) -> tuple[str, ...]:
+        """Where a node has room for two axes, either pp or dp may lie inside it."""
+        both = mesh.pp > 1 and mesh.dp > 1 and mesh.tp < self.node
+        return ("pp-dp-tp", "dp-pp-tp") if both else ("pp-dp-tp",)
+
+    def _schedules(self, mesh: Layout, microbatches: int) -> Iterator[tuple[str, int]]:
+        for name in self._choices("schedule", tuple(SCHEDULES) if mesh.pp > 1 else ("1f1b",)):
+            row = SCHEDULES[name]
+            if microbatches < row.least(mesh.pp):
+                self._drop(NO_FILL, f"{name} with pp {mesh.pp}: {microbatches} of {row.least(mesh.pp)}")
+                continue
+            stages = _VIRTUAL if row.virtual is None else (row.virtual,)
+            for virtual in self._choices("virtual_stages", stages):
+                if row.virtual not in (None, virtual):
+                    continue
+                units = self.fast.units(self.fixed.get("tile_linears"), mesh.tp)
+                if units.split(mesh.pp * virtual) is not None:
+                    yield name, virtual
+                else:
+                    self._drop(NO_STAGES, f"pp {mesh.pp} x {virtual} stages, {len(units.together)} units")
+
+    def variants(self, shape: Layout) -> list[Variant]:
+        """Those that do least for memory first."""
+        result = []
+        for rank, (policy, away) in enumerate(_RECOMPUTES):
+            every_unit = policy == "full" or self.fixed.get("every", 1) == 1
+            if not (self._allowed("policy", policy) and self._allowed("offload_activations", away)
+                    and every_unit):
+                continue
+            for stage, residency, every, gathers, reduces in self._zeros(shape):
+                layout = shape._replace(policy=policy, every=self.fixed.get("every", 1), stage=stage,
+                                        offload_activations=away, residency=residency, reduce_every=every)
+                efforts = rank, gathers, reduces
+                result += [Variant(each, (stage, each.shard_size, each.reduce_dtype), (*efforts, *more))
+                           for each, *more in self._details(layout)]
+        return sorted(result, key=lambda variant: sum(variant.efforts))
+
+    def _details(self, layout: Layout) -> Iterator[tuple[Layout, int, int]]:
+        """The rest of a variant, and how much it does to save memory: moves the optimizer, makes tiles."""
+        for shard in self._shards(layout, layout.stage):
+            for host in self._choices("offload_optimizer", (False, True)):
+                for pieces, tiles in enumerate(self._tiles(layout)):
+                    for dtype in self.reduce_dtypes if layout.dp > 1 else (None,):
+                        yield layout._replace(shard_size=shard, offload_optimizer=host, tile_linears=tiles,
+                                              reduce_dtype=dtype), int(host), pieces
+
+    def _tiles(self, layout: Layout) -> Sequence[str | None]:
+        """Limits of tiles, the fewest tiles first."""
+        units = self.fast.units()
+        few = layout.stage < 3 or not isinstance(layout.residency, int) or (
+            _BUFFERED * units.largest(layout.tp) < _MUCH * self.memory)
+        return self._choices("tile_linears", (None, *(() if few else units.tiles(layout.tp))))
+
+    def _zeros(self, shape: Layout) -> Iterator[tuple[int, Any, Any, int, int]]:
+        seen = set()
+        for stage, residency, every, gathers, reduces in _ZEROS if shape.dp > 1 else (_ZEROS[1],):
+            residency = self.fixed.get("residency", residency) if stage == 3 else residency
+            every = self.fixed.get("reduce_every", every) if stage >= 2 else every
+            row = stage, residency, every, gathers, reduces
+            if row[:3] not in seen and all(self._allowed(name, value) for name, value in
+                                           zip(("stage", "residency", "reduce_every"), row[:3], strict=True)):
+                seen.add(row[:3])
+                yield row
+
+    def _shards(self, shape: Layout, stage: int) -> Iterator[int]:
+        """All of dp, or those of a node."""
+        near = self.node // shape.tp // (shape.pp if shape.axis_order == "dp-pp-tp" else 1)
+        fewer = stage >= 1 and 1 < near < shape.dp and shape.dp % near == 0
+        for size in self._choices("shard_size", (shape.dp, near) if fewer else (shape.dp,)):
+            size = shape.dp if size is None else size
+            if shape.dp % size == 0 and (stage >= 1 or size == shape.dp):
+                yield size
+
+    def _choices(self, name: str, values: Sequence[Any]) -> Sequence[Any]:
+        return (self.fixed[name],) if name in self.fixed else values
+
+    def _allowed(self, name: str, value: Any) -> bool:
+        return name not in self.fixed or self.fixed[name] == value
+
+    def _drop(self, reason: str, example: str) -> None:
+        self.dropped[reason] += 1
+        self.wrong.setdefault(reason, example)
+
+
+def _divisors(number: int) -> tuple[int, ...]:
+    return tuple(each for each in range(1, number + 1) if number % each == 0)

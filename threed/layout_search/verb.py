@@ -1,0 +1,168 @@
+"""The verb `threed.search`: the best layouts of a config on so many devices, as a document and as a table."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from threed.base.errors import InputError, ThreedError, check_type
+from threed.base.quantity import many, parse_memory, show_bytes, show_count, show_seconds
+from threed.base.texttable import wrapped
+from threed.config.load import checked
+from threed.layout_search.request import Question, ask, write
+from threed.layout_search.search import Found, Result, Search, helps
+from threed.layout_search.space import NO_MEMORY
+from threed.models.model import model_flops
+from threed.prediction.hardware import DEFAULT, OF_CPUS, Hardware
+
+_PLANNED = 20  # ideas about which the full plan decides
+_TRIES = 3  # layouts of an idea that may turn out not to fit
+_BY_PLAN = "does not fit, or cannot run, by the full plan"
+Progress = Callable[[str], None]
+
+
+def search(path: str | Path, devices: int, overrides: list[str] | None = None, hardware: str = "",
+           memory: str | int | None = None, progress: Progress = lambda _: None,
+           rounding: bool = False) -> dict[str, Any]:
+    """Search the best layout of a config's model and global batch on so many devices: mesh and the order of
+    its axes, schedule, micro-batch, ZeRO, recomputation, sequence parallelism, offload, tiles.
+
+    What `overrides` say of these stays as it is; what the file says of them is left out. `hardware`: as in
+    `predict`. `memory`: of a device, such as "80GB"; None: that of the hardware; a share of it stays free, as
+    in `predict` (`free_share`). `rounding`: compare gradients that are sent in 16 bits, too, which rounds
+    their sums.
+
+    Returns the document of `threed search --json`. `layouts` are the best of each idea, the fastest first,
+    as priced by the full plan: `step_s`, `tokens_per_s`, `mfu`, `peak_bytes`, `bubble`, and `changes`: the
+    keys of its config. `dropped`: reason -> number of layouts. Raises InputError where no layout fits, with
+    what is nearest.
+
+    >>> threed.search("configs/llama3-8b.yaml", 64, ["parallel.tp=4"], "h100-sxm")["layouts"][0]["layout"]
+    """
+    check_type("devices", devices, int, "the number of devices")
+    if devices < 1:
+        raise InputError(f"devices={devices}: must be at least 1")
+    asked = ask(path, overrides, rounding)
+    machine = Hardware.parse(hardware, OF_CPUS if asked.base.run.device == "cpu" else DEFAULT)
+    room = parse_memory(str(memory)) if memory is not None else machine.memory_bytes
+    limit = machine.usable_bytes(room)
+    searched = Search(asked.base, machine, limit, _PLANNED, rounding)
+    result = searched.run(devices, asked.fixed, progress)
+    begin = time.monotonic()
+    rows = _planned(asked, machine, limit, result, progress)
+    if not rows:
+        raise InputError(_nothing(result, devices, limit, room))
+    return {"config": str(path), "devices": devices, "hardware": machine.title, "memory_bytes": room,
+            "usable_bytes": limit, "fixed": asked.fixed, "rounding": rounding,
+            "considered": result.considered, "timed": len(result.found), "seconds": result.seconds,
+            "planned_seconds": time.monotonic() - begin, "dropped": dict(result.dropped.most_common()),
+            "layouts": rows}
+
+
+def _planned(asked: Question, machine: Hardware, limit: int, result: Result,
+             progress: Progress) -> list[dict[str, Any]]:
+    """The best layouts by the full plan: of each idea the fastest that fits."""
+    if not result.found:
+        return []
+    from threed.prediction.advise import measure  # imports torch, for temporaries
+    from threed.prediction.transient import Transient
+
+    rows, transient, tries, done = [], Transient(), Counter[object](), set[object]()
+    for found in result.found:
+        idea = found.layout.idea
+        if idea in done or tries[idea] == _TRIES:
+            continue
+        tries[idea] += 1
+        config = asked.config(found.layout)
+        config.train.eval_every = config.checkpoint.every = 0  # a step has no part in them
+        progress(f"plan {len(rows) + 1}: {found.layout.text()}")
+        try:
+            measured = measure(checked(config), machine, transient)
+        except ThreedError:
+            measured = {"peak_bytes": limit + 1}
+        if measured["peak_bytes"] > limit:
+            result.dropped[_BY_PLAN] += 1
+            continue
+        done.add(idea)
+        rows.append(_row(asked, machine, found, measured))
+        if len(rows) == _PLANNED:
+            break
+    return sorted(rows, key=lambda row: row["step_s"])
+
+
+def _row(asked: Question, machine: Hardware, found: Found, measured: dict[str, Any]) -> dict[str, Any]:
+    layout, estimate, base = found.layout, found.estimate, asked.base
+    step_s, ranks = measured["step_s"], layout.tp * layout.pp * layout.dp
+    peak = machine.peak(4 if base.precision.dtype == "fp32" else 2)
+    waits = estimate.bubble * estimate.step_s - estimate.dp_s - estimate.offload_s
+    lost = {"bubble": max(0.0, waits), "recomputation": estimate.again_s,
+            "collectives over tp": estimate.tp_s, "traffic over dp": estimate.dp_s,
+            "offload": estimate.offload_s}
+    most = max(lost, key=lambda name: lost[name])
+    return {"layout": layout.text(), "step_s": step_s, "fast_s": estimate.step_s,
+            "tokens_per_s": base.tokens_per_step / step_s,
+            "mfu": model_flops(base.model, base.train.global_batch_size) / step_s / ranks / peak,
+            "peak_bytes": measured["peak_bytes"], "bubble": estimate.bubble,
+            "exposed_s": estimate.tp_s + estimate.dp_s, "lost_s": lost,
+            "bottleneck": most if lost[most] > 0.03 * step_s else "computation",
+            "helps": helps(base, machine, found), "changes": asked.values_of(layout)}
+
+
+def _nothing(result: Result, devices: int, limit: int, room: int) -> str:
+    """Why no layout can run, and what is nearest."""
+    counts = "; ".join(f"{count} {reason}" + (f" ({result.examples[reason]})" if reason in result.examples
+                                              else "")
+                       for reason, count in result.dropped.most_common())
+    if result.nearest is None:
+        return f"no layout of {many(devices, 'device')} can run: {counts or 'tp x pp x dp is another number'}"
+    size, layout = result.nearest
+    fits = f"no layout of {many(devices, 'device')} fits into {show_bytes(limit)} of {show_bytes(room)}"
+    if result.dropped[NO_MEMORY] and not result.found:
+        fits += f": the nearest, {layout.text()}, needs {show_bytes(size)}"
+    return f"{fits}. Dropped: {counts}. Take more devices, or fix fewer keys"
+
+
+def write_best(values: dict[str, Any], file: Path) -> None:
+    """Write the config of the fastest layout."""
+    best = values["layouts"][0]
+    write(file, best["changes"],
+          f"The fastest of {many(values['considered'], 'layout')} of {values['config']} on "
+          f"{many(values['devices'], 'device')},\nby threed search: {best['layout']}\n"
+          f"{show_seconds(best['step_s'])} a step, {show_bytes(best['peak_bytes'])} on {values['hardware']}")
+
+
+def show(values: dict[str, Any], top: int = 10, columns: int | None = None) -> str:
+    """The document as a table of its `top` layouts. `columns`: of a terminal, if it is to fit."""
+    rows = values["layouts"][:top]
+    fixed = ", ".join(f"{name}={value}" for name, value in values["fixed"].items())
+    lines = [wrapped(f"{values['config']} on {values['devices']} x {values['hardware']}, "
+                     f"{show_bytes(values['usable_bytes'])} of {show_bytes(values['memory_bytes'])} each"
+                     + (f"; fixed: {fixed}" if fixed else ""), columns),
+             f"{many(values['considered'], 'layout')} in {values['seconds']:.1f} s, {values['timed']} timed, "
+             f"{many(len(values['layouts']), 'idea')} planned in full in {values['planned_seconds']:.1f} s"]
+    lines += ["gradients sent in 16 bits are rounded: they change a run's numbers"] * values["rounding"]
+    lines += [f"{count:8d} dropped: {reason}" for reason, count in values["dropped"].items()]
+    lines += ["", "".join(text.rjust(11) for text in ("step", "tokens/s", "MFU", "memory", "bubble",
+                                                      "exposed")) + "  layout"]
+    for row in rows:
+        cells = (_show_step(row["step_s"]), show_count(row["tokens_per_s"]), f"{row['mfu']:.1%}",
+                 show_bytes(row["peak_bytes"]), f"{row['bubble']:.1%}", show_seconds(row["exposed_s"]))
+        help_ = ", ".join(f"{words} -{gain:.0%}" for words, gain in [*row["helps"].items()][:2])
+        numbers = "".join(cell.rjust(11) for cell in cells)
+        texts = (row["layout"], f"{row['bottleneck']}; would help: "
+                                f"{help_ or 'nothing that is tried'}")
+        if columns is None or len(numbers) + 2 + max(map(len, texts)) <= columns:
+            lines += [f"{numbers}  {texts[0]}", f"{'':{len(numbers)}}  {texts[1]}"]
+        else:
+            lines += [numbers, *(wrapped(f"    {text}", columns, " " * 6) for text in texts)]
+    return "\n".join(lines)
+
+
+def _show_step(step_s: float) -> str:
+    """With digits that tell layouts apart."""
+    return f"{step_s:.4g} s" if step_s >= 1 else show_seconds(step_s)
+
+

@@ -1,1 +1,0 @@
-"""Optimizers, one per file."""

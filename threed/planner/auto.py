@@ -1,0 +1,135 @@
+"""Search: the order of a config's pipeline, and the units that are recomputed to meet a memory budget. No
+torch."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+
+from threed.base.errors import InputError
+from threed.base.quantity import parse_bytes, show_bytes
+from threed.config.validate import parse_limit, stage_runs
+from threed.features.activation import plan as activation
+from threed.planner.facts import make_table, unit_costs, with_logits
+from threed.planner.passes import Pipeline, run_passes
+from threed.program.summary import stages
+from threed.program.table import Plan, Table
+from threed.schedules.auto import search
+from threed.schedules.file import read_order
+from threed.schedules.orders import SCHEDULES, line
+from threed.schedules.timed import Times, play
+from threed.schema import Config
+
+
+def make_pipeline(config: Config) -> Pipeline:
+    """The order that a config asks for. `auto` and `file:` depend on more than the config, so one rank calls
+    this and sends the result to all others."""
+    parallel, m = config.parallel, config.num_microbatches
+    if parallel.schedule.startswith("file:"):
+        return Pipeline(*read_order(Path(parallel.schedule.removeprefix("file:")), parallel.pp))
+    if parallel.schedule == "auto":
+        return _search(config)
+    schedule = SCHEDULES[parallel.schedule]
+    if m < schedule.least(parallel.pp):
+        raise InputError(f"parallel.schedule={parallel.schedule} needs {schedule.least(parallel.pp)} "
+                         f"micro-batches for parallel.pp={parallel.pp}, and there are {m}: it fills the "
+                         "pipeline from both ends at once; raise train.global_batch_size or lower "
+                         "train.micro_batch_size")
+    v = schedule.virtual or parallel.virtual_stages or 2
+    return Pipeline(schedule.make(parallel.pp, m, v), schedule.place(parallel.pp, v))
+
+
+def _search(config: Config) -> Pipeline:
+    """`auto`. A limit in bytes first counts only what FORWARD keeps; where the plan keeps more than the limit
+    (messages, operands of split backwards), the search is repeated with less room."""
+    parallel, limit = config.parallel, _limit(config)
+    size = parse_limit(parallel.activation_limit)[1] if parallel.activation_limit is not None else None
+    while True:
+        best, _ = search(parallel.pp, config.num_microbatches, lambda place: _times(config, place), limit,
+                         parallel.virtual_stages)
+        pipeline = Pipeline(best.timed.order, best.place)
+        if size is None or limit is None:
+            return pipeline
+        peak = max(row["activation_peak_bytes"] for row in stages(unchecked_plan(config, pipeline)))
+        if peak <= size:
+            return pipeline
+        limit *= min(0.95, size / peak)
+
+
+def unchecked_plan(config: Config, pipeline: Pipeline) -> Plan:
+    table = make_table(config, pipeline.place)
+    if config.train.sample_every:
+        table = with_logits(config, table)
+    policy, every = config.activation.policy, config.activation.every or 1
+    if policy == "full":
+        table = activation.mark(table, [u for u in activation.worthwhile(table) if u % every == 0])
+    elif policy == "budget":
+        table = _budgeted(config, pipeline, table)
+    return run_passes(config, pipeline, table)
+
+
+def _budgeted(config: Config, pipeline: Pipeline, table: Table) -> Table:
+    """The table with the units marked that `activation.policy=budget` recomputes. Raises InputError where
+    even recomputing all of them keeps more than the budget."""
+    budget = parse_bytes(config.activation.budget or 0)
+
+    def peaks(chosen: Collection[int]) -> list[int]:
+        plan = run_passes(config, pipeline, activation.mark(table, chosen))
+        return [row["activation_peak_bytes"] for row in stages(plan)]
+
+    chosen = activation.choose(table, [parts[0] for parts in unit_costs(config)], peaks, budget)
+    if chosen is None:
+        least = max(peaks(activation.worthwhile(table)))
+        raise InputError(f"activation.budget={config.activation.budget}: with every unit recomputed a rank "
+                         f"still keeps {show_bytes(least)} of activations at its peak; raise the budget, "
+                         "lower train.micro_batch_size, or use a schedule that keeps fewer micro-batches")
+    return activation.mark(table, chosen)
+
+
+def _times(config: Config, place: tuple[int, ...]) -> Times | None:
+    """Times of each stage; None where the units cannot fill so many stages."""
+    if len(place) > len(stage_runs(config)):
+        return None
+    table = make_table(config, place)
+    times = Times([0.0] * len(place), [0.0] * len(place), [0.0] * len(place))
+    for unit, parts in zip(table.units, unit_costs(config), strict=True):
+        for row, part in zip((times.forward, times.input, times.weight), parts, strict=True):
+            row[unit.stage] += part
+    return times
+
+
+def _limit(config: Config) -> float | None:
+    """`parallel.activation_limit` in micro-batches of a position's whole share."""
+    if config.parallel.activation_limit is None:
+        return None
+    times, size = parse_limit(config.parallel.activation_limit)
+    if times is not None:
+        return times * min(config.parallel.pp, config.num_microbatches)
+    table = make_table(config, line(config.parallel.pp, 1))
+    shares = [sum(table.units[u].saved_bytes for u in table.units_of(position))
+              for position in range(config.parallel.pp)]
+    assert size is not None
+    return size / max(shares)
+
+
+def check_limit(config: Config, pipeline: Pipeline, plan: Plan) -> None:
+    if config.parallel.activation_limit is None:
+        return
+    times, size = parse_limit(config.parallel.activation_limit)
+    if times is not None:
+        peak = play(pipeline.order, pipeline.place, Times.equal(len(pipeline.place), (1.0, 1.0, 1.0), 1)).peak
+        kept = peak * config.parallel.pp / len(pipeline.place)
+        limit = _limit(config)
+        if limit is not None and kept > limit + 1e-9:
+            raise InputError(f"parallel.schedule={config.parallel.schedule} keeps {kept:g} micro-batches a "
+                             "rank at its peak, above "
+                             f"parallel.activation_limit={config.parallel.activation_limit} ({limit:g}); "
+                             "use auto, or a schedule that keeps fewer, or raise the limit")
+        return
+    for position, row in enumerate(stages(plan)):
+        if size is not None and row["activation_peak_bytes"] > size:
+            raise InputError(f"a rank of pp{position} keeps {show_bytes(row['activation_peak_bytes'])} of "
+                             "activations at its peak, above "
+                             f"parallel.activation_limit={config.parallel.activation_limit}; lower "
+                             "train.micro_batch_size, use a schedule that keeps fewer micro-batches, or "
+                             "raise the limit")

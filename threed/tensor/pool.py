@@ -1,0 +1,68 @@
+"""Buffers that are shared in turn: made once, handed out, given back; first in, first out.
+
+A pool waits for nobody. The plan knows which instructions used a buffer before (program/order.py counts as a
+pool does), and the one that takes it waits for them.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import deque
+
+import torch
+
+from threed.base.quantity import ALIGNMENT
+
+
+class Pool:
+    """A fixed number of flat buffers of each size. Buffers of one size are one piece of memory. A smaller
+    tensor is the beginning of a buffer of the next larger size."""
+
+    def __init__(self, counts: dict[int, int], dtype: torch.dtype, device: torch.device, pinned: bool = False,
+                 for_disk: bool = False):
+        """`counts`: elements -> how many buffers of that size. `pinned`: host memory that a GPU copies from
+        and to directly. `for_disk`: host memory that begins at a multiple of ALIGNMENT, as do its buffers if
+        their sizes are multiples, too."""
+        self._free: dict[int, deque[torch.Tensor]] = {}
+        for numel, count in counts.items():
+            make = aligned if for_disk else torch.zeros
+            arena = make(numel * count, dtype=dtype, device=device, pin_memory=pinned).view(count, numel)
+            # `.data` gives each buffer its own version counter. With one for all of them, a lane that writes
+            # into one buffer would make autograd refuse, now and then, what it saves of another.
+            self._free[numel] = deque(buffer.data for buffer in arena)
+        self._sizes = sorted(counts)
+        self.first = {numel: free[0] for numel, free in self._free.items()}
+
+    def sample(self, numel: int) -> torch.Tensor:
+        """Memory of this size, to give shapes to what has no value yet."""
+        return self.first[self._size(numel)][:numel]
+
+    def take(self, numel: int) -> torch.Tensor:
+        """A flat buffer: of those that are free the one that was given back first. The plan has counted the
+        buffers, so one is always free."""
+        return self._free[self._size(numel)].popleft()[:numel]
+
+    def give(self, buffer: torch.Tensor) -> None:
+        """Hand a buffer back."""
+        size = self._size(buffer.numel())
+        self._free[size].append(buffer.as_strided((size,), (1,)))
+
+    def rewind(self) -> None:
+        """Order the free buffers as they were made, so that a program gets the same ones in each step."""
+        for free in self._free.values():
+            if len(free) > 1:
+                ordered = sorted(free, key=torch.Tensor.storage_offset)
+                free.clear()
+                free.extend(ordered)
+
+    def _size(self, numel: int) -> int:
+        return self._sizes[bisect_left(self._sizes, numel)]
+
+
+def aligned(numel: int, dtype: torch.dtype, device: torch.device, pin_memory: bool) -> torch.Tensor:
+    """Flat zeros on the host that begin at a multiple of ALIGNMENT, so that a disk can be read into them
+    directly."""
+    whole = torch.zeros(numel * dtype.itemsize + ALIGNMENT, dtype=torch.uint8, device=device,
+                        pin_memory=pin_memory)
+    start = -whole.data_ptr() % ALIGNMENT
+    return whole[start:start + numel * dtype.itemsize].view(dtype)

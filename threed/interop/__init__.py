@@ -1,6 +1,6 @@
 """Interop: from and to other tools: `threed convert`, `init`, `import`, `export`.
 
-`convert` reads configs and scripts of DeepSpeed and Megatron-LM (by the rows of `config/keys`), `shell` finds
-out what a script of bash would run, `hf` maps models of transformers: names in `hf/families`, parts of
-parameters in `hf/mapping`.
+`convert` reads configs and scripts of DeepSpeed and Megatron-LM by the rows of `config/keys`. A script is
+never run: `shell` says which words each of its commands would get. `hf` maps models of transformers: their
+names in `hf/families`, and in `hf/mapping` which part of a parameter a tensor is.
 """

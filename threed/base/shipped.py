@@ -7,7 +7,7 @@ from pathlib import Path
 
 from threed.base.errors import InputError
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1]
 FOLDERS = ("configs", "examples", "launch")
 
 

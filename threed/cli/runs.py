@@ -1,4 +1,4 @@
-"""Verbs of the command line around a run: convert, init, runs, trace. (`cli` has the others.) They import
+"""Verbs of the command line around a run: convert, init, runs, trace. (`main` has the others.) They import
 what they need when they are called, so that `threed train` does not wait for it."""
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Options in a text: a command line of Megatron-LM, or a shell script that holds one.
 
-A script is read, never run (`doors.shell`). Of the commands that it would run, the one that trains counts,
+A script is read, never run (`interop.shell`). Of the commands that it would run, the one that trains counts,
 with the variables and arrays that it uses. A script without such a command, which only sets variables, gives
 the options in them; so does MODEL_ARGS in a YAML file of Megatron-LM's tests.
 """

@@ -233,7 +233,7 @@ class Reporting(Callback):
             return
         file = folder / "report.html"
         argv = [sys.executable, "-m", "threed", "report", str(folder), "-o", str(file)]
-        here = os.pathsep.join(filter(None, (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH"))))
+        here = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))))
         try:
             done = subprocess.run(argv, env={**os.environ, "PYTHONPATH": here}, timeout=REPORT_S, text=True,
                                   stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, check=False)

@@ -1,5 +1,5 @@
 """Table: what each key of another framework is here. One row a key, read by the error about an unknown key
-(`synonyms`), by `threed convert` (`doors.convert`) and by docs/reference/keys.md.
+(`config.synonyms`), by `threed convert` (`interop.convert`) and by docs/reference/keys.md.
 
     Row("gradient_clipping", "optimizer.clip_grad")                       the value is taken as it is
     Row("fp16.initial_scale_power", "precision.initial_loss_scale", f)    f(value, given) is taken

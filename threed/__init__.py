@@ -29,13 +29,12 @@ from typing import TYPE_CHECKING, Any
 # torch.cuda.is_available() starts it, unless this is set, which it reads each time: then it asks NVML.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
-from threed.base.version import __version__ as __version__
-
 if TYPE_CHECKING:
     from threed.api.inference import evaluate, generate
     from threed.api.initialize import initialize
     from threed.api.plans import check, plan, show, train
     from threed.base.errors import ThreedError
+    from threed.base.version import __version__ as __version__
     from threed.config.load import load
     from threed.data.sampling import Sampling
     from threed.html_report.verb import report
@@ -53,13 +52,13 @@ __all__ = ["Callback", "Config", "Layers", "Plan", "Run", "Sampling", "Spec", "T
            "check", "evaluate", "generate", "initialize", "load", "plan", "predict", "report", "search",
            "show", "train"]
 
-_HOMES = {"Callback": "training.hooks", "Config": "schema", "Layers": "models.own.model",
-          "Plan": "program.table", "Run": "monitor.run", "Sampling": "data.sampling",
-          "Spec": "models.own.spec", "ThreedError": "base.errors", "Trainer": "training.trainer",
-          "check": "api.plans", "evaluate": "api.inference", "generate": "api.inference",
-          "initialize": "api.initialize", "load": "config.load", "plan": "api.plans",
-          "predict": "prediction.verb", "report": "html_report.verb", "search": "layout_search.verb",
-          "show": "api.plans", "train": "api.plans"}
+_HOMES = {"__version__": "base.version", "Callback": "training.hooks", "Config": "schema",
+          "Layers": "models.own.model", "Plan": "program.table", "Run": "monitor.run",
+          "Sampling": "data.sampling", "Spec": "models.own.spec", "ThreedError": "base.errors",
+          "Trainer": "training.trainer", "check": "api.plans", "evaluate": "api.inference",
+          "generate": "api.inference", "initialize": "api.initialize", "load": "config.load",
+          "plan": "api.plans", "predict": "prediction.verb", "report": "html_report.verb",
+          "search": "layout_search.verb", "show": "api.plans", "train": "api.plans"}
 
 
 def __getattr__(name: str) -> Any:

@@ -246,7 +246,7 @@ def test_a_log_that_cannot_be_written(how, tmp_path, capfd):
 
 PRINTS = """
 import sys, time
-from threed import console
+from threed.base import console
 console.open_standard()
 console.steady()
 while True:
@@ -282,7 +282,7 @@ def test_a_signal_within_a_write(tmp_path):
     """A handler that writes, too: nothing hangs, and no line is torn or repeated."""
     code = """
 import os, signal, sys
-from threed import console
+from threed.base import console
 count = 0
 def handler(*_):
     global count

@@ -97,7 +97,7 @@ def test_pass_composes(schedule, others):
 def test_optimizer(monkeypatch):
     """The guide's class is the one that threed ships, its row is enough, and its tests exist."""
     file, row = code("optimizer")
-    shipped = (ROOT / "threed" / "optimizers" / "lion.py").read_text()
+    shipped = (ROOT / "threed" / "optim" / "lion.py").read_text()
     assert file + "\n" == shipped.replace("threed.optim.base", "threed.extend")
     monkeypatch.delitem(OPTIMIZERS, "lion")
     monkeypatch.setattr(threed, "train", lambda *given: plans.append(threed.plan(threed.load(*given))))

@@ -50,7 +50,7 @@ def test_many_microbatches(name, often, monkeypatch):
     layout = Layout(4, 3, 2, schedule=name, virtual_stages=SCHEDULES[name].virtual or 2, shard_size=2,
                     stage=2 if often else 1, reduce_every=1 if often else None, policy="full")
     quick = Fast(base, H100).priced(layout).estimate().step_s
-    for module in ("rhythm", "stream"):
+    for module in ("steady_state", "stream"):
         monkeypatch.setattr(f"threed.layout_search.{module}.few", lambda name, p, m: m)
     assert few(name, 3, 23) < 23
     assert quick == pytest.approx(Fast(base, H100).priced(layout).estimate().step_s, rel=0.01)

@@ -55,7 +55,7 @@ chaos: $(STAMP) ## a campaign of faults: kills, signals, disks, damaged files (A
 	$(BIN)/python -m tests.chaos $(ARGS)
 
 gpu: $(STAMP) ## on a GPU: facts, short runs, tests/gpu, models beside torch's (half an hour; small without a GPU)
-	PYTHON=$(BIN)/python bench/first_call.sh --whole $(ARGS)
+	PYTHON=$(BIN)/python bench/gpu/first_call.sh --whole $(ARGS)
 
 # Beside .venv's packages and not among them: the other tests run without triton, as for most who have no GPU.
 KERNELS := .venv/kernels

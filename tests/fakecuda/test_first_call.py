@@ -1,4 +1,4 @@
-"""bench/first_call.sh on fake GPUs: to its end, whatever a part comes to."""
+"""bench/gpu/first_call.sh on fake GPUs: to its end, whatever a part comes to."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ import pytest
 from tests.fakecuda import build
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "bench" / "first_call.sh"
+SCRIPT = ROOT / "bench" / "gpu" / "first_call.sh"
 PARTS = ["facts", "plain", "resume", "fused", "documents", "graphs", "offload", "verified", "own", "losses",
          "tests", "bench"]
 # What a stand-in for Python is called with in a part. Everything else is another part's.
-CALLS = {"facts": "*bench/facts.py*", "resume": "*threed\\ train\\ /*", "losses": "*bench/losses.py*",
-         "tests": "*-m\\ pytest*", "bench": "*bench/gpu.py*"}
+CALLS = {"facts": "*bench.gpu.facts*", "resume": "*threed\\ train\\ /*", "losses": "*bench.gpu.losses*",
+         "tests": "*-m\\ pytest*", "bench": "*bench.gpu.models*"}
 # Says what it is called with, makes what `resume` and `losses` want, and fails as it is told.
 STAND_IN = """#!/usr/bin/env bash
 all=" $* "
@@ -154,10 +154,10 @@ def test_who_is_killed_leaves_what_there_was(number, tmp_path):
 
 def test_wheels_are_installed_where_there_are_some(tmp_path):
     """From a copy of the script, so that the repository gets no wheels."""
-    bench = tmp_path / "bench"
+    bench = tmp_path / "bench" / "gpu"
     (tmp_path / ".whl").mkdir()
     (tmp_path / ".whl" / "some-1-py3-none-any.whl").touch()
-    bench.mkdir()
+    bench.mkdir(parents=True)
     script = bench / SCRIPT.name
     script.write_text(SCRIPT.read_text())
     out = tmp_path / "out"

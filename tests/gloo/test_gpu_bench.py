@@ -1,4 +1,4 @@
-"""bench/apart.py, facts.py and gpu.py where a measurement fails, dies or hangs."""
+"""bench/gpu where a measurement fails, dies or hangs."""
 
 from __future__ import annotations
 
@@ -9,17 +9,8 @@ import sys
 import time
 from functools import partial
 from importlib import import_module
-from pathlib import Path
 
 import pytest
-
-BENCH = Path(__file__).parents[2] / "bench"
-
-
-@pytest.fixture(autouse=True)
-def bench(monkeypatch):
-    """The folder from which benches import one another."""
-    monkeypatch.syspath_prepend(str(BENCH))
 
 
 def fails() -> None:
@@ -30,7 +21,7 @@ def fails() -> None:
 
 
 def test_a_call_that_goes_wrong_ends_no_other():
-    outcomes = import_module("apart").outcomes
+    outcomes = import_module("bench.gpu.apart").outcomes
 
     def process() -> int:
         return os.getpid()
@@ -47,7 +38,7 @@ def test_a_call_that_goes_wrong_ends_no_other():
 
 
 def test_facts_go_on(monkeypatch, capsys):
-    facts, fact = map(import_module, ("facts", "fact"))
+    facts, fact = map(import_module, ("bench.gpu.facts", "bench.gpu.fact"))
 
     def hangs(at):
         time.sleep(60)
@@ -74,19 +65,19 @@ def test_facts_go_on(monkeypatch, capsys):
 
 def test_facts_of_this_machine():
     """Without a GPU most say so, which is no failure."""
-    done = subprocess.run([sys.executable, BENCH / "facts.py", "--only", "versions,host,compilers,gpu"],
+    done = subprocess.run([sys.executable, "-m", "bench.gpu.facts", "--only", "versions,host,compilers,gpu"],
                           capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "gpu: none: no GPU" in done.stdout and done.stdout.endswith("4 facts, 0 fail\n")
-    wrong = subprocess.run([sys.executable, BENCH / "facts.py", "--only", "vresions"], capture_output=True,
-                           text=True, check=False)
+    wrong = subprocess.run([sys.executable, "-m", "bench.gpu.facts", "--only", "vresions"],
+                           capture_output=True, text=True, check=False)
     assert wrong.returncode == 2 and "there is no fact vresions; there are versions, " in wrong.stderr
 
 
 @pytest.fixture
 def run(monkeypatch, tmp_path, capsys):
-    """bench/gpu.py with measurements that are given."""
-    gpu, side = map(import_module, ("gpu", "gpu_side"))
+    """bench/gpu/models.py with measurements that are given."""
+    gpu, side = map(import_module, ("bench.gpu.models", "bench.gpu.side"))
 
     def call(ours, torchs, *more: str):
         monkeypatch.setattr(gpu, "machine", lambda dtype, small: side.Machine("a GPU", 1 << 30, 1e12, 1e12))
@@ -125,7 +116,7 @@ def test_a_peer_that_fails_is_no_failure_of_threed(run):
 
 
 def test_a_model_that_does_not_fit_is_a_row_with_its_bytes(run):
-    fitting = import_module("gpu_side").fitting
+    fitting = import_module("bench.gpu.side").fitting
 
     status, kept, text = run(lambda size, *rest: fitting(size, 1 << 20), lambda *args: 1.0,
                              "--models", "tiny", "--settings")
@@ -136,7 +127,7 @@ def test_a_model_that_does_not_fit_is_a_row_with_its_bytes(run):
 
 def test_when_the_time_is_over_the_rest_is_left_out(run, monkeypatch):
     """What is under way then is stopped."""
-    monkeypatch.setattr("gpu.LEAST_S", 1)
+    monkeypatch.setattr("bench.gpu.models.LEAST_S", 1)
     status, kept, _ = run(lambda *args: time.sleep(60), lambda *args: 1.0, "--seconds", "3", "--settings")
     assert status == 0
     tiny, other = (model["failure"] for model in kept["models"].values())
@@ -165,7 +156,7 @@ def test_bad_words(words, says, run):
 
 
 def test_losses_of_runs_are_compared(tmp_path, capsys, monkeypatch):
-    losses = import_module("losses")
+    losses = import_module("bench.gpu.losses")
 
     def write(name: str, *values: float) -> str:
         (tmp_path / name).mkdir()

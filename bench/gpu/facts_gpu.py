@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from fact import At, Facts, Missing, bf16, of_cuda, took
+
+from bench.gpu.fact import At, Facts, Missing, bf16, of_cuda, took
 
 FACTS = Facts()
 
@@ -289,8 +290,7 @@ def varlen(at: At) -> str:
 @FACTS.add(alone=True)
 def fused_pieces(at: At) -> str:
     """Whether each piece compiles, forward and backward, and how far it is from the plain one."""
-    from fused import pieces
-
+    from bench.run.fused import pieces
     from threed.base.errors import InputError
     from threed.config.load import load
     from threed.engine.device import compiles

@@ -18,8 +18,9 @@ from typing import Any
 
 import torch
 import torch.cuda.nccl as cuda_nccl
-from apart import FORK
-from fact import LIMIT_S, At, Facts, Missing, of_cuda, took
+
+from bench.gpu.apart import FORK
+from bench.gpu.fact import LIMIT_S, At, Facts, Missing, of_cuda, took
 
 FACTS = Facts()
 

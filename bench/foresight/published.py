@@ -1,7 +1,7 @@
 """Compare predictions with steps that others have measured and published.
 
-    python bench/published.py                      # the table, with the hardware files as they are
-    python bench/published.py --fit                # fit four efficiencies of a100-sxm, one of the H100
+    python -m bench.foresight.published           # the table, with the hardware files as they are
+    python -m bench.foresight.published --fit     # fit four efficiencies of a100-sxm, one of the H100
 
 Rows of vTrain (Bang et al. 2024) ran Megatron-LM on A100 nodes with 4 adapters of 200 Gbit/s: 1F1B, full
 recomputation, fp16, attention that stores its matrix, and gradients reduced after backward. So attention is

@@ -2,14 +2,15 @@
 
 One small GPT in fp32 on 4 processes: a pipeline of 4 stages, and one of 2 with 2 data-parallel ranks. All
 executors compute the same layers, cut into the same stages, and step the same AdamW. They take turns in the
-same processes: see bench/turns.py. (bench/pipeline.py measures the executors alone, with stages that sleep.)
+same processes: see bench/peers/turns.py. (bench/peers/pipeline.py measures the executors alone, with stages
+that sleep.)
 
     threed NAME      the schedule on the engine, from a checked plan
     threed, ZeRO-n   1f1b with ZeRO stage n
     torch            Schedule1F1B; with data parallelism its stages are in DDP
     DeepSpeed        PipelineModule, whose schedule is 1F1B; ZeRO-1 with data parallelism
 
-    python bench/steps.py --help
+    python -m bench.peers.steps --help
 """
 
 from __future__ import annotations
@@ -18,11 +19,10 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from pipeline_peers import deepspeed_pipeline, threed, torch_1f1b
-from sizes import Sizes, make_config
-from turns import Case, Target, chosen, compare, parsed, parser_of, sizes
-from zero_peers import DEEPSPEED, Step, sharded_adamw
-
+from bench.common import Sizes, make_config
+from bench.peers.pipeline_peers import deepspeed_pipeline, threed, torch_1f1b
+from bench.peers.turns import Case, Target, chosen, compare, parsed, parser_of, sizes
+from bench.peers.zero_peers import DEEPSPEED, Step, sharded_adamw
 from threed.comm.group import ProcessComm
 from threed.schema import Config
 

@@ -1,11 +1,16 @@
-"""A GPT's sizes, its config, and micro-batches for it."""
+"""What benches share: a GPT's sizes, its config and micro-batches; the machine, and a common start."""
 
 from __future__ import annotations
 
+import os
+import platform
+import time
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
+from threed.comm.group import ProcessComm
 from threed.config.load import load
 from threed.schema import Config
 from threed.tensor.context import Batch
@@ -48,3 +53,26 @@ def batches(config: Config, step: int, rank: int, device: torch.device) -> list[
         micro_batches.append(Batch(tokens[rows, :-1], tokens[rows, 1:], samples, config.train.seed,
                            config.tokens_per_step))
     return micro_batches
+
+
+def start_together(comm: ProcessComm) -> None:
+    """A barrier that all leave at the same moment: processes of one machine read one monotonic clock."""
+    start = torch.tensor([time.monotonic() + 0.01], dtype=torch.float64)
+    comm.groups["world"].all_reduce(start, "max").wait()
+    time.sleep(max(0.0, start.item() - time.monotonic()))
+
+
+def processors() -> tuple[float, float]:
+    """Seconds since boot, over all processors: at work, and at work or idle. (0, 0) where the system does not
+    say."""
+    try:
+        fields = [int(text) for text in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+    except (OSError, ValueError):
+        return 0.0, 0.0
+    tick = os.sysconf("SC_CLK_TCK")
+    # the fourth and fifth are idle and iowait
+    return (sum(fields) - fields[3] - fields[4]) / tick, sum(fields) / tick
+
+
+def machine() -> str:
+    return f"{os.cpu_count()} cores, CPU, torch {torch.__version__}, Python {platform.python_version()}"

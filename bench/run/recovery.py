@@ -1,8 +1,8 @@
 """Seconds from a fault to the first new step: one rank of a small run gets SIGKILL, and the run goes on from
 its last checkpoint by itself.
 
-    python bench/recovery.py                  at 2, 4 and 8 processes of this machine, three times each
-    python bench/recovery.py --ranks 2 --rounds 1
+    python -m bench.run.recovery                  at 2, 4 and 8 processes of this machine, three times each
+    python -m bench.run.recovery --ranks 2 --rounds 1
 
 The run saves after every step and waits `run.restart_wait_s` before it starts again, which is left out of the
 numbers: 0 here. What is left is to notice the death, end the others, start, connect, load and take a step.
@@ -47,7 +47,7 @@ def recovery_s(ranks: int) -> float:
     """Seconds from SIGKILL to the first step that was not there before it."""
     here = Path(tempfile.mkdtemp(prefix="recovery-"))
     (here / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 4000)
-    config = Path(__file__).parents[1] / "configs" / "toy.yaml"
+    config = Path(__file__).parents[2] / "configs" / "toy.yaml"
     command = [sys.executable, "-m", "threed", "train", str(config), "model.layers=2", "model.hidden=32",
                "model.seq_len=32", "model.vocab=300", "train.global_batch_size=8", "train.micro_batch_size=1",
                "train.steps=100000", "train.eval_every=0", "monitor.wandb=disabled", "monitor.trace_every=0",

@@ -1,6 +1,6 @@
 """What thousands of ranks cost one of them: at the start, and in a step.
 
-    python bench/scale.py --markdown bench/results/scale.md     # two minutes
+    python -m bench.run.scale --markdown bench/results/scale.md     # two minutes
 
 One rank of a model of 405 B parameters (pp 16, tp 8) runs the code of a start over torch's fake backend,
 which sends nothing, and counts what it gives to it. Gloo and the store are real: their ranks are
@@ -228,7 +228,7 @@ def main() -> None:
                         table("ranks that agree on a start", by_starts)])
     print(text)
     if args.markdown:
-        args.markdown.write_text(f"# What thousands of ranks cost one of them\n\n`python bench/scale.py "
+        args.markdown.write_text(f"# What thousands of ranks cost one of them\n\n`python -m bench.run.scale "
                                  f"--markdown {args.markdown}`; see [bench/README.md](../README.md).\n\n"
                                  f"{text}\n")
 

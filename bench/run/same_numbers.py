@@ -5,8 +5,8 @@ Each case is trained by the version of a commit, in a work tree of its own, and 
 steps. Then this one goes on from the commit's checkpoint after half of them. All are the command line's runs
 on a CPU, a process a rank.
 
-    python bench/same_numbers.py --against COMMIT
-    python bench/same_numbers.py --against COMMIT --only zb-v,tiles
+    python -m bench.run.same_numbers --against COMMIT
+    python -m bench.run.same_numbers --against COMMIT --only zb-v,tiles
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 
 from rich.progress import track
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 STEPS = 4
 BASE = ["model.layers=6", "model.hidden=32", "model.heads=4", "model.seq_len=32", "model.vocab=300",
         "train.global_batch_size=8",

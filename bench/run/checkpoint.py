@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from sizes import Sizes, batches, make_config
-from turns import TIMEOUT_S
 
+from bench.common import Sizes, batches, make_config
+from bench.peers.turns import TIMEOUT_S
 from threed.base.quantity import show_bytes, show_count, show_seconds
 from threed.checkpoint.lineage import Lineage
 from threed.checkpoint.save import Saver
@@ -204,7 +204,7 @@ def main() -> None:
     text = "\n".join(lines(args, seen))
     print(text)
     if args.markdown:
-        command = " ".join(["python", "bench/checkpoint.py", *sys.argv[1:]])
+        command = " ".join(["python", "bench/run/checkpoint.py", *sys.argv[1:]])
         args.markdown.write_text(f"# What a checkpoint costs a run\n\n`{command}`, {os.cpu_count()} cores, "
                                  f"torch {torch.__version__}\n\n{text}\n")
 

@@ -12,7 +12,7 @@ A turn is a step of both and the products alone, with sequence parallelism off o
 of turns, and of the two steps, is drawn anew every round. What should be hidden is computed from the
 products' times (see `hidden_s`).
 
-    python bench/tp.py --help
+    python -m bench.peers.tp --help
 """
 
 from __future__ import annotations
@@ -33,11 +33,10 @@ from statistics import mean, median
 from typing import Any, NamedTuple
 
 import torch
-from pipeline import machine, processors, start_together
-from sizes import Sizes, batches, make_config
-from slow_link import Alone, Products, Ran, SlowGroup, Spent, Stepper, is_block
-from turns import TIMEOUT_S, answer
 
+from bench.common import Sizes, batches, machine, make_config, processors, start_together
+from bench.peers.slow_link import Alone, Products, Ran, SlowGroup, Spent, Stepper, is_block
+from bench.peers.turns import TIMEOUT_S, answer
 from threed.base.quantity import show_bytes
 from threed.comm.group import ProcessComm, ProcessGroup, file_store
 from threed.planner import make_mesh, make_plan
@@ -348,7 +347,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     text = report(result, args.target)
     print(text, end="")
     if args.markdown:
-        command = " ".join(["python bench/tp.py", *(argv or sys.argv[1:])])
+        command = " ".join(["python -m bench.peers.tp", *(argv or sys.argv[1:])])
         args.markdown.write_text(f"# Tensor parallelism\n\n`{command}`, {time.strftime('%Y-%m-%d')}. "
                                  f"{about(args)}.\nWhat the columns are is in [../README.md](../README.md)."
                                  f"\n\n{text}")

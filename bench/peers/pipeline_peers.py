@@ -19,8 +19,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn.parallel import DistributedDataParallel
-from zero_peers import DEEPSPEED, Step, adamw, deepspeed_engine, local, modules, on_engine, silent
 
+from bench.peers.zero_peers import DEEPSPEED, Step, adamw, deepspeed_engine, local, modules, on_engine, silent
 from threed.comm.group import Comm, ProcessComm
 from threed.engine.loopback import channel_pairs
 from threed.models.layers.base import Out

@@ -10,7 +10,7 @@ is compared.
     FSDP2            fully_shard of every layer; reshard: reshard_after_forward=True; keep: False
     DeepSpeed n      ZeRO stage n, where it is installed
 
-    python bench/zero.py --help
+    python -m bench.peers.zero --help
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 
-from sizes import make_config
-from turns import Case, Target, chosen, compare, parsed, parser_of, sizes
-from zero_peers import Step, executors
-
+from bench.common import make_config
+from bench.peers.turns import Case, Target, chosen, compare, parsed, parser_of, sizes
+from bench.peers.zero_peers import Step, executors
 from threed.comm.group import ProcessComm
 from threed.schema import Config
 

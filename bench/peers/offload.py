@@ -9,7 +9,7 @@ step.
 
 In each all sides take turns, in an order that is drawn anew every round, on the same memory, files or data.
 
-    python bench/offload.py --help
+    python -m bench.peers.offload --help
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from offload_disk import measure_disk
-from offload_step import measure_step
-from pipeline import machine, processors
 from torch.optim.adamw import AdamW
-from zero_peers import DEEPSPEED, DEEPSPEED_VERSION
 
+from bench.common import machine, processors
+from bench.peers.offload_disk import measure_disk
+from bench.peers.offload_step import measure_step
+from bench.peers.zero_peers import DEEPSPEED, DEEPSPEED_VERSION
 from threed.base.quantity import show_count
 from threed.comm.lanes import ThreadLane
 from threed.optim import native
@@ -286,7 +286,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     measures = {"adam": measure_adam, "disk": lambda args, say: Section(*measure_disk(args, say)),
                 "step": lambda args, say: Section(*measure_step(args, say))}
     about = f"{machine()}" + (f", DeepSpeed {DEEPSPEED_VERSION}" if DEEPSPEED is not None else "")
-    text = (f"# Offload\n\n`python bench/offload.py {' '.join(argv or sys.argv[1:])}`, "
+    text = (f"# Offload\n\n`python -m bench.peers.offload {' '.join(argv or sys.argv[1:])}`, "
             f"{time.strftime('%Y-%m-%d')}. {about}.\n"
             f"What the columns are is in [../README.md](../README.md).\n")
     for name in args.only:

@@ -1,8 +1,8 @@
 """Compare predictions before any run with measured steps, on the CPUs of this machine.
 
-    python bench/foresight.py                        # calibrate, predict, run, compare; some ten minutes
-    python bench/foresight.py --hardware my.yaml     # with a file of `threed calibrate`
-    python bench/foresight.py --markdown bench/results/foresight.md
+    python -m bench.foresight.measured                        # calibrate, predict, run, compare: ten minutes
+    python -m bench.foresight.measured --hardware my.yaml     # with a file of `threed calibrate`
+    python -m bench.foresight.measured --markdown bench/results/foresight.md
 
 Twelve configurations of configs/toy.yaml are predicted with a hardware file that `threed calibrate` has
 written, then run twice each, with one thread a rank. None of them is used for the calibration. The step time
@@ -27,9 +27,9 @@ from statistics import fmean, median
 from typing import NamedTuple
 
 import psutil
-from published import spearman
 
 import threed
+from bench.foresight.published import spearman
 from threed.prediction.hardware import load
 
 STEPS, WARM = 10, 3  # of a run; the first do not count
@@ -166,7 +166,8 @@ def main() -> None:
         text += f"\n\nOther programs took {fmean(shares):.0%} of the processors meanwhile."
         print(text)
         if args.markdown is not None:
-            args.markdown.write_text("# Predictions before any run\n\n`python bench/foresight.py` on "
+            args.markdown.write_text("# Predictions before any run\n\n"
+                                     "`python -m bench.foresight.measured` on "
                                      f"{load(hardware).name}; see [bench/README.md](../README.md).\n\n"
                                      f"{text}\n")
 

@@ -193,7 +193,7 @@ def main() -> None:
     text = "\n".join(rows)
     print(text)
     if args.markdown:
-        command = " ".join(["python", "bench/import.py", *sys.argv[1:]])
+        command = " ".join(["python", "bench/run/import.py", *sys.argv[1:]])
         args.markdown.write_text(f"# What it takes to bring weights in\n\n`{command}`, {os.cpu_count()} "
                                  f"cores, torch {torch.__version__}\n\n{text}\n")
 

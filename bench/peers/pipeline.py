@@ -15,7 +15,7 @@ Both take turns, step by step, in the same processes, and are simulated by the s
 torch's order as it was executed, with the op times as measured in that run and the measured time of a
 message.
 
-    python bench/pipeline.py --help
+    python -m bench.peers.pipeline --help
 """
 
 from __future__ import annotations
@@ -23,8 +23,6 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
-import os
-import platform
 import sys
 import tempfile
 import time
@@ -35,8 +33,9 @@ from statistics import mean, median
 from typing import Any, NamedTuple
 
 import torch
-from sleepers import PEERS, SHAPE, Case, Ran, Threed, Times, Torch, make_case, nap
 
+from bench.common import machine, processors, start_together
+from bench.peers.sleepers import PEERS, SHAPE, Case, Ran, Threed, Times, Torch, make_case, nap
 from threed.comm.group import ProcessComm, file_store
 from threed.planner import make_mesh
 from threed.prediction.schedule_only import bare_programs
@@ -94,13 +93,6 @@ def measure(case: Case, times: Times, repeat: int, comm: ProcessComm,
             start_together(comm)
             results.torch.append(peers.step())
     return Results(results.threed[1:], results.torch[1:], results.transfers, time.process_time() - used)
-
-
-def start_together(comm: ProcessComm) -> None:
-    """A barrier that all leave at the same moment: processes of one machine read one monotonic clock."""
-    start = torch.tensor([time.monotonic() + 0.01], dtype=torch.float64)
-    comm.groups["world"].all_reduce(start, "max").wait()
-    time.sleep(max(0.0, start.item() - time.monotonic()))
 
 
 def ping_pong(comm: ProcessComm) -> list[float]:
@@ -250,18 +242,6 @@ def run(cases: Sequence[Case], times: Times, repeat: int) -> Iterator[Row]:
                 process.join()
 
 
-def processors() -> tuple[float, float]:
-    """Seconds since boot, over all processors: at work, and at work or idle. (0, 0) where the system does not
-    say."""
-    try:
-        fields = [int(text) for text in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
-    except (OSError, ValueError):
-        return 0.0, 0.0
-    tick = os.sysconf("SC_CLK_TCK")
-    # the fourth and fifth are idle and iowait
-    return (sum(fields) - fields[3] - fields[4]) / tick, sum(fields) / tick
-
-
 def _answer(rank: int, pipe: Any) -> Results:
     if not pipe.poll(TIMEOUT_S + 60):
         raise SystemExit(f"rank {rank} does not answer")
@@ -326,14 +306,10 @@ def to_json(rows: Sequence[Row], args: argparse.Namespace) -> dict[str, Any]:
 
 def markdown_head(rows: Sequence[Row], argv: Sequence[str]) -> str:
     message_ms = 1e3 * median(row.transfer_s for row in rows)
-    return (f"# The executor alone\n\n`python bench/pipeline.py {' '.join(argv)}`, "
+    return (f"# The executor alone\n\n`python -m bench.peers.pipeline {' '.join(argv)}`, "
             f"{time.strftime('%Y-%m-%d')}. {machine()}; "
             f"a message took {message_ms:.2f} ms.\nWhat the columns are is in "
             f"[../README.md](../README.md).\n")
-
-
-def machine() -> str:
-    return f"{os.cpu_count()} cores, CPU, torch {torch.__version__}, Python {platform.python_version()}"
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:

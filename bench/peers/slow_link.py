@@ -1,5 +1,5 @@
-"""One rank of bench/tp.py: threed's engine over a tp group behind a slow link, and the products that can hide
-the group's collectives."""
+"""One rank of bench/peers/tp.py: threed's engine over a tp group behind a slow link, and the products that
+can hide the group's collectives."""
 
 from __future__ import annotations
 

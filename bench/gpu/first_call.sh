@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # The first ten minutes on a GPU: facts about the machine, short training runs, tests, the speed of models.
 #
-#   bench/first_call.sh [--seconds N] [--whole | --small] [PART...]
+#   bench/gpu/first_call.sh [--seconds N] [--whole | --small] [PART...]
 #
 #   --seconds N   all is over by then (default: 590; with --whole 3600). A part that would have too little
 #                 time is left out.
-#   --whole       all tests of tests/gpu, all models and all settings of bench/gpu.py (what `make gpu` does)
+#   --whole       all tests of tests/gpu, all models and all settings of bench/gpu/models.py (what `make gpu` does)
 #   --small       tiny models and few tests, to try this script; so it is without a GPU
 #   PART...       these parts alone, of: wheels facts plain resume fused documents graphs offload verified own
 #                 all_gpus losses tests bench
@@ -48,7 +48,7 @@ while (($#)); do
 done
 seconds=${seconds:-$([[ $whole ]] && echo 3600 || echo 590)}
 
-cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
+cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit
 python=${PYTHON:-python3} out=${OUT:-build/first_call}
 mkdir -p "$out" && out=$(cd "$out" && pwd) || exit
 scratch=$(mktemp -d "${TMPDIR:-/tmp}/first-call-XXXXXX") || exit
@@ -59,7 +59,7 @@ export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 WANDB_MODE=
 rm -f "$out"/{gpu.md,gpu.json}
 : >"$out/log.txt"
 printf '# First call\n\n`%s`, %s, %s\n\n| part | status | seconds | says |\n|---|---:|---:|---|\n' \
-  "bench/first_call.sh" "$(date +%F)" "$(uname -sr)" >"$out/summary.md"
+  "bench/gpu/first_call.sh" "$(date +%F)" "$(uname -sr)" >"$out/summary.md"
 failed=0
 
 row() {  # name, status, seconds, text: in the summary, and on the console
@@ -106,7 +106,7 @@ if [[ -e ${wheels[0]} ]]; then
 fi
 gpus=$(timeout 60 "$python" -c 'import torch; print(torch.cuda.device_count())' 2>>"$out/log.txt" </dev/null)
 [[ $gpus != 0 ]] || small=1
-part facts 110 10 'facts, ' "$python" bench/facts.py ${small:+--small}
+part facts 110 10 'facts, ' "$python" -m bench.gpu.facts ${small:+--small}
 grep -E '^[a-z_0-9]+: .* \[[0-9.]+ s\]$' "$out/log.txt" | cut -c 1-300
 
 # ---- training: the launcher's fork, checkpoints and a resume, then what a run can be asked for
@@ -149,7 +149,7 @@ for name in fused graphs offload verified all_gpus; do
   [[ ! -e $scratch/$name/metrics.jsonl ]] || others+=("$scratch/$name")
 done
 if [[ -e $scratch/plain/metrics.jsonl ]] && ((${#others[@]})); then
-  part losses 20 5 . "$python" bench/losses.py "$scratch/plain" "${others[@]}"
+  part losses 20 5 . "$python" -m bench.gpu.losses "$scratch/plain" "${others[@]}"
 elif wanted losses; then
   row losses "left out" 0 "there are no two runs to compare"
 fi
@@ -165,7 +165,7 @@ most=$((left > 260 ? left - 210 : 60))
 [[ $whole ]] && tests=(tests/gpu) models=(${small:+--small}) most=1800
 part tests "$most" 20 '(passed|skipped|failed)' "$python" -m pytest -m gpu -rs -p no:cacheprovider \
   --durations=5 "${tests[@]}"
-part bench "$((seconds - SECONDS))" 30 '^measured: ' "$python" bench/gpu.py "${models[@]}" \
+part bench "$((seconds - SECONDS))" 30 '^measured: ' "$python" -m bench.gpu.models "${models[@]}" \
   --seconds "$((seconds - SECONDS - 10))" --markdown "$out/gpu.md" --json "$out/gpu.json"
 
 [[ ! -e $out/gpu.md ]] || { echo; cat "$out/gpu.md"; }

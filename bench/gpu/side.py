@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from sizes import Sizes, batches, make_config
 from torch import nn
 
+from bench.common import Sizes, batches, make_config
 from threed import predict
 from threed.base.errors import InputError
 from threed.base.quantity import show_bytes

@@ -1,6 +1,6 @@
 """What model.fused gains for each piece: time of forward and backward, and bytes kept between them.
 
-    python bench/fused.py --markdown bench/results/fused.md
+    python -m bench.run.fused --markdown bench/results/fused.md
 
 Three ways in turn, in one process: separate operations (off), fused pieces with plain bodies, and compiled
 ones. On a GPU where there is one. Times are the medians of rounds; compare them within a row.
@@ -119,7 +119,8 @@ def main() -> None:
     device = torch.device("cuda" if gpu else "cpu")
     where = torch.cuda.get_device_name() if gpu else f"{torch.get_num_threads()} threads of a CPU"
     lines = ["# Fused pieces", "",
-             f"`python bench/fused.py --markdown bench/results/fused.md`, {where}, torch {torch.__version__}",
+             "`python -m bench.run.fused --markdown bench/results/fused.md`, "
+             f"{where}, torch {torch.__version__}",
              "",
              f"Forward and backward of {options.tokens} tokens, hidden {options.hidden}; medians of "
              f"{options.rounds} rounds. `off` of RMS norm is torch's own. The last column is the first call, "

@@ -1,9 +1,9 @@
 """What one device makes of a model: units beside their rooflines, steps beside torch's and the prediction,
 and what each setting gains.
 
-    python bench/gpu.py --markdown bench/results/gpu.md     # 8 minutes on a GPU; 1 on a CPU, tiny models
-    python bench/gpu.py --models 1.3B-2k --settings         # one model, no setting
-    python bench/gpu.py --help
+    python -m bench.gpu.models --markdown bench/results/gpu.md   # 8 minutes on a GPU; 1 on a CPU, tiny models
+    python -m bench.gpu.models --models 1.3B-2k --settings       # one model, no setting
+    python -m bench.gpu.models --help
 
 Peaks are measured first: of a product of large matrices in the dtype of the run, and of a copy. A unit's
 roofline is the longer of its FLOPs at the first and its bytes at the second. torch's model is plain modules,
@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from apart import Outcome, outcomes
-from gpu_side import NO_ROOM, Machine, gain, machine, ours, torchs
-from pipeline import machine as cores
-from sizes import Sizes
 
+from bench.common import Sizes
+from bench.gpu.apart import Outcome, outcomes
+from bench.gpu.side import NO_ROOM, Machine, gain, machine, ours, torchs
+from bench.peers.pipeline import machine as cores
 from threed.base.errors import InputError
 from threed.base.quantity import show_bytes, show_count
 from threed.tensor.precision import DTYPES
@@ -238,7 +238,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables here too")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers here too")
     args = parser.parse_args(argv)
-    args.command = " ".join(["python bench/gpu.py", *(sys.argv[1:] if argv is None else argv)])
+    args.command = " ".join(["python -m bench.gpu.models", *(sys.argv[1:] if argv is None else argv)])
     gpu, = outcomes([torch.cuda.is_available], lambda: 60.0)  # this process must not use it: it forks
     args.small = args.small or not gpu.value
     known = list(SMALL if args.small else LARGE)

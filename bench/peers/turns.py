@@ -22,10 +22,9 @@ from statistics import mean, median
 from typing import Any, NamedTuple
 
 import torch
-from pipeline import machine, processors, start_together
-from sizes import Sizes, batches
-from zero_peers import DEEPSPEED, DEEPSPEED_VERSION, Step
 
+from bench.common import Sizes, batches, machine, processors, start_together
+from bench.peers.zero_peers import DEEPSPEED, DEEPSPEED_VERSION, Step
 from threed.base.quantity import show_bytes, show_count
 from threed.comm.group import ProcessComm, file_store
 from threed.models.model import layers

@@ -1,8 +1,8 @@
 """How long planning takes: whole commands on one core, of this version and of a commit, in turn. What they
 print must be equal, or nothing is compared.
 
-    python bench/planning.py --against COMMIT --markdown bench/results/planning.md     # 20 minutes
-    python bench/planning.py --only ranks                                              # this version alone
+    python -m bench.run.planning --against COMMIT --markdown bench/results/planning.md    # 20 minutes
+    python -m bench.run.planning --only ranks                                             # this version alone
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from same_numbers import ROOT, work_tree
+from bench.run.same_numbers import ROOT, work_tree
 
 VERBS = ("check", "predict", "show")
 DEEP = ("configs/gpt3-175b.yaml", "parallel.dp=1", "parallel.pp=64", "model.layers=254",
@@ -104,7 +104,7 @@ def main() -> None:
             for tree in trees[1:]:
                 subprocess.run(["git", "worktree", "remove", "--force", tree], cwd=ROOT, check=False)
     if given.markdown:
-        given.markdown.write_text(f"# How long planning takes\n\n`python bench/planning.py "
+        given.markdown.write_text(f"# How long planning takes\n\n`python -m bench.run.planning "
                                   f"{' '.join(sys.argv[1:])}`; see [bench/README.md](../README.md).\n\n"
                                   + "\n".join(lines) + "\n")
 

@@ -1,6 +1,6 @@
 """Whether runs of the same model and data have the same losses, whatever computes them.
 
-    python bench/losses.py runs/plain runs/graphs runs/offload
+    python -m bench.gpu.losses runs/plain runs/graphs runs/offload
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ not needed.
 On a GPU the memory is the GPU's. Without one it is a number of bytes (--memory) that plans are held against,
 and host and device are the same memory: sizes are true of the plan, times say nothing of a GPU.
 
-    python bench/gpu_offload.py --help
+    python -m bench.gpu.offload --help
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ from typing import Any, NamedTuple
 
 import psutil
 import torch
-from pipeline import machine, processors
-from sizes import Sizes, batches, make_config
 
+from bench.common import Sizes, batches, machine, make_config, processors
 from threed.base.errors import RunError
 from threed.base.quantity import parse_bytes, show_bytes, show_count
 from threed.comm.group import HOST_LANES, Comm, ProcessComm, file_store
@@ -283,7 +282,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     busy = (after[0] - before[0]) / max(after[1] - before[1], 1e-9)
     text = "\n".join([
         "# Offload: the largest model", "",
-        f"`python bench/gpu_offload.py {' '.join(argv or sys.argv[1:])}`, {time.strftime('%Y-%m-%d')}. "
+        f"`python -m bench.gpu.offload {' '.join(argv or sys.argv[1:])}`, {time.strftime('%Y-%m-%d')}. "
         f"{name}; {machine()}; processors {busy:.0%} busy, this bench included.",
         f"GPT of width {size.hidden} in {size.dtype}, {size.num_microbatches} micro-batches of "
         f"{size.micro_batch} x {size.seq_len} tokens, {show_bytes(memory)} of device memory.",

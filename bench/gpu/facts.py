@@ -1,8 +1,8 @@
 """Facts about a machine and its GPU that decide how threed runs there, a line each, as they come.
 
-    python bench/facts.py                # a minute
-    python bench/facts.py --only attention_chosen,nccl
-    python bench/facts.py --list
+    python -m bench.gpu.facts                # a minute
+    python -m bench.gpu.facts --only attention_chosen,nccl
+    python -m bench.gpu.facts --list
 
 A fact that raises, crashes or hangs is a line that says so, and the next one is asked in a new process. The
 exit status is 1 if there was one; what the machine does not have (no GPU, no compiler) is no failure.
@@ -16,11 +16,11 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import groupby
 
-import facts_gpu
-import facts_host
 import torch
-from apart import outcomes
-from fact import LIMIT_S, At, Fact, Missing
+
+from bench.gpu import facts_gpu, facts_host
+from bench.gpu.apart import outcomes
+from bench.gpu.fact import LIMIT_S, At, Fact, Missing
 
 FACTS = (*facts_host.FACTS, *facts_gpu.FACTS)
 

@@ -16,10 +16,10 @@ from statistics import median
 from typing import Any
 
 import torch
-from sizes import Sizes, make_config
-from turns import TIMEOUT_S, answer, check, join, timed
-from zero_peers import DEEPSPEED, DEEPSPEED_VERSION, Step, deepspeed, threed
 
+from bench.common import Sizes, make_config
+from bench.peers.turns import TIMEOUT_S, answer, check, join, timed
+from bench.peers.zero_peers import DEEPSPEED, DEEPSPEED_VERSION, Step, deepspeed, threed
 from threed.base.quantity import show_count
 from threed.comm.group import Comm, ProcessComm, file_store
 from threed.models.model import layers

@@ -323,7 +323,7 @@ def compare(title: str, cases: Sequence[Case], args: argparse.Namespace, argv: S
         results.append(run(case, args, begin))
         print(report(results[-1]), flush=True)
     if args.markdown:
-        head = (f"# {title}\n\n`python bench/{Path(sys.argv[0]).name} {' '.join(argv)}`, "
+        head = (f"# {title}\n\n`python -m bench.peers.{Path(sys.argv[0]).stem} {' '.join(argv)}`, "
                 f"{time.strftime('%Y-%m-%d')}. {text}.\nWhat the columns are is in "
                 f"[../README.md](../README.md).\n")
         args.markdown.write_text(f"{head}\n" + "\n".join(map(report, results)))

@@ -20,13 +20,13 @@ from threed.base.mesh import axes_of
 from threed.comm.group import Group, Handle
 from threed.models.layers.base import Layer, Out
 from threed.schema import ModelConfig
-from threed.spec.kernels import Attention, Kernel, Moved, Product
+from threed.spec.kernels import AttentionKernel, Kernel, Moved, Product
 from threed.spec.parameter import Cost, Parameter, Saved, Share
 from threed.tensor.context import Batch, Context
 from threed.tensor.documents import Documents
 from threed.tensor.layers import WeightGrads
 from threed.tensor.precision import DTYPES
-from threed.tensor.saving import Saving
+from threed.tensor.saving import SavingPolicy
 
 
 class SilentGroup(Group):
@@ -51,7 +51,7 @@ def silent_groups(share: Share, sent: Counter[str]) -> dict[str, Group]:
             for axis in axes_of("parameters")}
 
 
-class Kernels(TorchDispatchMode):
+class KernelCounter(TorchDispatchMode):
     """Counts the products of matrices and the attention that run under it, and the bytes that all other
     operations read and write; of these, what moves nothing does not count. `weights`: numbers of storages
     whose products count as those of weights; None: every product counts so."""
@@ -99,7 +99,7 @@ def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[Kernel
     """[B, N, S, E], [B, K, T, E], [B, K, T, F]: causal or not, all of the square counts."""
     size, heads, seq, width = q.shape
     if k.shape[2] == seq and v.shape[-1] == width:
-        return [Attention(size, heads, k.shape[1], seq, width)]
+        return [AttentionKernel(size, heads, k.shape[1], seq, width)]
     return [Product(seq, k.shape[2], width, size * heads, False),
             Product(seq, v.shape[-1], k.shape[2], size * heads, False)]
 
@@ -120,7 +120,8 @@ class Measured:
         dtype = DTYPES["fp32" if share.element == 4 else "bf16"]
         groups = silent_groups(share, self.sent)
         self.grads = WeightGrads()
-        self.context = Context(model, groups, bool(share.sequence), dtype, self.grads, Saving(tuple(pieces)))
+        self.context = Context(model, groups, bool(share.sequence), dtype, self.grads,
+                               SavingPolicy(tuple(pieces)))
         self.weights = {p.key: weight_of(p, share, dtype) for p in layer.parameters()}
         layer.build(self.context, self.weights)
         _, length = self.context.sequence()
@@ -183,11 +184,11 @@ class Measured:
     def kernels(self, first: bool = False) -> tuple[list[Product], Moved]:
         """The products of forward, and all that moves bytes beside products and attention."""
         leaf = None if first else self.x.detach().requires_grad_()
-        with Kernels() as forward:
+        with KernelCounter() as forward:
             out = self._forward(leaf)
         roots = [root for root in (out.x, *out.makes.values(), out.loss) if root is not None]
         grads = [torch.ones_like(root) for root in roots]
-        with Kernels() as backward:
+        with KernelCounter() as backward:
             torch.autograd.backward(roots, grads)
         return forward.products, Moved("measured", forward.bytes, backward.bytes,
                                        (forward.count, backward.count))

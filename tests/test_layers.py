@@ -207,6 +207,16 @@ def test_no_global(module):
     assert not lines, f"global in {MODULES[module]}, line {lines}"
 
 
+def test_a_name_is_one_class():
+    """Two public classes of one name: a reader must look at the imports to know which is meant."""
+    homes: dict[str, list[str]] = {}
+    for module, tree in TREES.items():
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes.setdefault(node.name, []).append(module)
+    assert not {name: modules for name, modules in homes.items() if len(modules) > 1}
+
+
 @pytest.mark.parametrize("module", MODULES)
 def test_budgets(module):
     """A file or function that is longer than a screen or two is not read."""

@@ -34,8 +34,8 @@ from threed.engine.engine import Engine
 from threed.interop.hf.config import family_of, model_of, values_of
 from threed.interop.hf.exporting import SHARD, export_model
 from threed.interop.hf.importing import import_model
-from threed.interop.hf.mapping import Part
-from threed.interop.hf.tensors import Writer, headers_of, index_text
+from threed.interop.hf.mapping import TensorPart
+from threed.interop.hf.tensors import FileWriter, headers_of, index_text
 from threed.models.model import parameters
 from threed.planner import forward_plan, make_mesh, make_plan
 from threed.program.table import EVALUATE
@@ -90,9 +90,9 @@ def generate(folder: Path, args: argparse.Namespace) -> None:
     headers = headers_of(shapes, {4: "F32", 2: "BF16"}[args.bytes], SHARD)
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
-    writer = Writer(folder, headers, "the bench")
+    writer = FileWriter(folder, headers, "the bench")
     for name, shape in shapes.items():
-        writer.write(name, Part(torch.randn(shape), shape))
+        writer.write(name, TensorPart(torch.randn(shape), shape))
     writer.close()
     if len(headers) > 1:
         (folder / "model.safetensors.index.json").write_text(index_text(headers))

@@ -26,7 +26,7 @@ from typer.testing import CliRunner
 import threed
 from threed import extend, schema
 from threed.cli import main as cli
-from threed.config.keys.table import NO_KEY, NOTHING, Framework, Row
+from threed.config.keys.table import NO_KEY, NOTHING, Framework, Key
 from threed.config.synonyms import FRAMEWORKS
 from threed.prediction.hardware import Hardware
 
@@ -157,11 +157,11 @@ def keys_page() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _name(framework: Framework, row: Row) -> str:
+def _name(framework: Framework, row: Key) -> str:
     return "--" + row.theirs.replace("_", "-") if framework.name == "Megatron-LM" else row.theirs
 
 
-def _ours(row: Row) -> str:
+def _ours(row: Key) -> str:
     """Our key, as code, and the remark on it."""
     for prefix, mark in ((NO_KEY, "no key"), (NOTHING, "**none**")):
         if row.ours.startswith(prefix):

@@ -20,7 +20,7 @@ from threed.base.later import torch
 from threed.models.layers.base import Part
 from threed.models.layers.parts import MASK, Column, Held, Row, moved_by_norm
 from threed.schema import ModelConfig
-from threed.spec.kernels import Attention as Core
+from threed.spec.kernels import AttentionKernel as Core
 from threed.spec.kernels import Kernel, Moved, Product
 from threed.spec.parameter import WHOLE, Cost, Parameter, Rows, Saved, Share, Tile
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from threed.base.later import F
 from threed.models.layers.base import Layer
-from threed.models.layers.parts import WORD, Dropout, Held, Table, added, vocabulary
+from threed.models.layers.parts import WORD, Dropout, Held, LookupTable, added, vocabulary
 from threed.schema import ModelConfig
 from threed.spec.kernels import Moved
 from threed.spec.parameter import SEQUENCE, WHOLE, Cost, Parameter, Saved, Share, Tile
@@ -30,7 +30,7 @@ class Embedding(Layer):
     def __init__(self, model: ModelConfig, tile: Tile = WHOLE):
         self.model, self.tile, self.name = model, tile, tile.of("embedding")
         self.cells, self.adds = model.padded_vocab, tile.index > 0
-        self.word = Table(model, vocabulary(model, WORD, tile, model.tie_embeddings))
+        self.word = LookupTable(model, vocabulary(model, WORD, tile, model.tie_embeddings))
         self.position = Positions(model) if model.position == "learned" and tile.index == 0 else None
         self.dropout = Dropout(model, "embedding")
 

@@ -242,7 +242,7 @@ def sums(share: Share, stream: int, axis: str = "tp") -> dict[tuple[str, str], i
     return {where: share.sent(stream, axis, count) for where, count in rings.items()}
 
 
-class Table(Held):
+class LookupTable(Held):
     """Token ids [B, S] -> their rows [s, B, D], the vocabulary cut over tp. Of a tile: zeros for ids not in
     it."""
 

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from threed.base.errors import InputError, ThreedError, line_of
-from threed.models.measure import Kernels
+from threed.models.measure import KernelCounter
 from threed.models.own.spec import Spec
 from threed.spec.kernels import Kernel, Moved
 from threed.spec.parameter import Cost, Saved
@@ -24,7 +24,7 @@ from threed.tensor.alive import Alive
 from threed.tensor.halves import Halves
 from threed.tensor.layers import WeightGrads
 from threed.tensor.packing import Packed, Schema
-from threed.tensor.saving import Saving
+from threed.tensor.saving import SavingPolicy
 from threed.tensor.shapes import Shapes
 
 
@@ -38,7 +38,7 @@ class Facts(NamedTuple):
     counts: bool  # whether it is the last, and the loss of its output says by what it is to be divided
 
 
-class Given(NamedTuple):
+class LayerInputs(NamedTuple):
     """What a layer is called with when it is measured."""
 
     schema: Schema | None  # of what the layer before hands on; None: it is the first
@@ -103,7 +103,7 @@ def shapes_of(spec: Spec, name: str) -> dict[str, tuple[int, ...]]:
         return shapes
 
 
-def measure(spec: Spec, name: str, given: Given, dtype: torch.dtype) -> Facts:
+def measure(spec: Spec, name: str, given: LayerInputs, dtype: torch.dtype) -> Facts:
     """Run a layer forward and backward. InputError where it cannot be a layer of a plan."""
     with measuring() as mode:
         try:
@@ -118,12 +118,12 @@ def measure(spec: Spec, name: str, given: Given, dtype: torch.dtype) -> Facts:
                              ) from error
 
 
-def _of(given: Given) -> str:
+def _of(given: LayerInputs) -> str:
     return f"the input {given.schema.text()}" if given.schema is not None else "inputs of the data set"
 
 
 class _Measuring:
-    def __init__(self, spec: Spec, name: str, given: Given, dtype: torch.dtype, mode: Shapes):
+    def __init__(self, spec: Spec, name: str, given: LayerInputs, dtype: torch.dtype, mode: Shapes):
         self.spec, self.name, self.given, self.dtype = spec, name, given, dtype
         self.module = made_for_measuring(spec, name, mode).train()
         self.weights: dict[str, torch.nn.Parameter] = {}
@@ -190,11 +190,11 @@ class _Measuring:
         """Kernels of forward and backward, and the bytes that are kept in between."""
         own = {weight.untyped_storage()._cdata for weight in self.weights.values()}
         with Alive() as alive:
-            with Kernels(own) as forward:
+            with KernelCounter(own) as forward:
                 edges, grads, leaves = self._graph()
             gc.collect()
             saved = alive.bytes() - sum(grad.untyped_storage().nbytes() for grad in grads)
-            with Kernels(own) as backward:
+            with KernelCounter(own) as backward:
                 torch.autograd.backward(edges, grads)
         for path, weight in self.weights.items():
             if weight.grad is None and self.spec.tied_as(path) is None:
@@ -207,7 +207,7 @@ class _Measuring:
 
     def _in_halves(self) -> tuple[int, tuple[str, ...]]:
         """Bytes kept between the halves of backward, and the matrices, if the second half has none."""
-        sums, saving = WeightGrads(), Saving()
+        sums, saving = WeightGrads(), SavingPolicy()
         with Alive() as alive:
             edges, grads, leaves = self._graph()
             halves = Halves.of(edges, leaves, list(self.weights.values()))

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from threed.base.errors import InputError, RunError
 from threed.models.families.base import Family
 from threed.models.layers.base import Layer, Out
-from threed.models.own.measure import Facts, Given, measure, places_of, shapes_of
+from threed.models.own.measure import Facts, LayerInputs, measure, places_of, shapes_of
 from threed.models.own.samples import Samples, checked_items, item_of
 from threed.models.own.spec import Spec
 from threed.schema import Config, LayersConfig
@@ -161,7 +161,7 @@ class _Chain:
             found = next((each for other, before, each in known if before == key and other.like(spec)), None)
             if found is None or last:
                 loss = partial(self._example_loss, size, dtype) if last else None
-                given = Given(schema, lambda: self.example(size, dtype)[0], loss)
+                given = LayerInputs(schema, lambda: self.example(size, dtype)[0], loss)
                 found = measure(spec, self.names[index], given, dtype)
                 known.append((spec, key, found))
             facts.append(found)

@@ -11,8 +11,8 @@ import pytest
 
 from tests.data.files import word_level, write
 from threed.base.errors import InputError
-from threed.data.chat import Template
-from threed.data.corpus import Segment
+from threed.data.chat import ChatTemplate
+from threed.data.corpus import TextSegment
 from threed.data.prompts import encode
 from threed.data.samples import Tokens, splits
 from threed.data.tokenizer import load
@@ -63,12 +63,12 @@ def test_answers_count(tmp_path):
 
 def test_what_the_assistant_says_counts(tmp_path):
     data = chat(tmp_path)
-    assert Template(data).render(TALK, None, "here") == [
-        Segment("<|im_start|>system\nbe kind<|im_end|>\n<|im_start|>user\nhello<|im_end|>\n"
-                "<|im_start|>assistant\n", False),
-        Segment("good day<|im_end|>"), Segment("\n", False),
-        Segment("<|im_start|>user\nbye<|im_end|>\n<|im_start|>assistant\n", False),
-        Segment("farewell<|im_end|>"), Segment("\n", False)]
+    assert ChatTemplate(data).render(TALK, None, "here") == [
+        TextSegment("<|im_start|>system\nbe kind<|im_end|>\n<|im_start|>user\nhello<|im_end|>\n"
+                    "<|im_start|>assistant\n", False),
+        TextSegment("good day<|im_end|>"), TextSegment("\n", False),
+        TextSegment("<|im_start|>user\nbye<|im_end|>\n<|im_start|>assistant\n", False),
+        TextSegment("farewell<|im_end|>"), TextSegment("\n", False)]
     ((_, said),) = parts(prepare(data, MODEL), data)
     assert said == "good day<|im_end|>farewell<|im_end|><|endoftext|>"
 

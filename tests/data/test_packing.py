@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.data.files import write
-from threed.data.packing import BestFit, Stream, best_fit, cut, efficiency
+from threed.data.packing import BestFit, WindowStream, best_fit, cut, efficiency
 from threed.data.samples import splits
 from threed.schema import DataConfig
 from threed.spec.parameter import NOT_COUNTED
@@ -59,7 +59,7 @@ def test_long_documents_are_cut():
 
 
 def test_efficiency():
-    assert efficiency([Stream(0, 17, 8)]) == 1.0
+    assert efficiency([WindowStream(0, 17, 8)]) == 1.0
     assert efficiency([BestFit(np.array([[0, 7], [7, 10]]), 8)]) == 1.0
     assert efficiency([BestFit(np.array([[0, 7], [7, 14]]), 8)]) == 0.75
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from tests.gloo.test_train import free_port
 from tests.running import Forked
-from threed.comm.environment import Place
+from threed.comm.environment import RankPlace
 from threed.engine import alive, watch
 
 
@@ -39,7 +39,7 @@ def serve(port: int) -> int:
     return 0
 
 
-def be(place: Place, port: int, name: str) -> int:
+def be(place: RankPlace, port: int, name: str) -> int:
     """Be a rank that waits for the end, which the test announces in the store."""
     socket.gethostname = lambda: name
     store = client(port)
@@ -61,7 +61,7 @@ class Ranks:
         self.store = client(self.port)
         world, places = sum(sizes), []
         for size in sizes:
-            places += [Place(len(places) + local, local, size, world) for local in range(size)]
+            places += [RankPlace(len(places) + local, local, size, world) for local in range(size)]
         names = [f"host{host + 1}" for host, size in enumerate(sizes) for _ in range(size)]
         self.all = []
         for place, name in zip(places, names, strict=True):

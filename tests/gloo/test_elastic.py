@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from tests.harness import tiny
 from threed.base.errors import InputError, WrongResult
-from threed.comm.environment import Place, agent
+from threed.comm.environment import RankPlace, agent
 from threed.launcher import elastic
 
 KILLED = {"rank": None, "message": "rank 1 on host2 was killed by SIGKILL", "status": 137, "cause": None,
@@ -80,8 +80,8 @@ def test_all_ranks_hear_of_a_refusal(store, tmp_path):
     for _ in range(2):
         elastic.note_failure(tmp_path, store, NAN)
     for rank in range(2):
-        with pytest.raises(elastic.Refused, match="twice with the same error at step 2") as refused:
-            elastic.begin(tiny(f"run.dir={tmp_path}"), Place(rank, rank, 2, 2), store, "")
+        with pytest.raises(elastic.NoRestart, match="twice with the same error at step 2") as refused:
+            elastic.begin(tiny(f"run.dir={tmp_path}"), RankPlace(rank, rank, 2, 2), store, "")
         assert refused.value.status == 1
 
 

@@ -19,7 +19,7 @@ import threed.launcher.local  # noqa: F401  (imported before the runs fork)
 from tests.gloo.test_train import free_port
 from tests.harness import channel_pairs, make_mesh, make_plan, tiny
 from tests.running import Run, metrics
-from threed.comm.environment import Place
+from threed.comm.environment import RankPlace
 from threed.comm.group import ProcessComm, file_store
 from threed.comm.store import Guard
 from threed.engine.connect import warm
@@ -236,7 +236,7 @@ def test_the_first_rank_of_a_machine_says_why_once(local, elsewhere, monkeypatch
     monkeypatch.setattr(rank, "say", said.append)
     note = {"rank": None, "message": "rank 3 was killed", "status": 137,
             "host": "far" if elsewhere else socket.gethostname(), "launcher": os.getppid()}
-    alone = Unattended(tiny(), Place(2 + local, local, 2, 4))
+    alone = Unattended(tiny(), RankPlace(2 + local, local, 2, 4))
     for _ in range(2):
         alone.hear(note)
     alone.hear(None)

@@ -85,12 +85,12 @@ def kernels(dtype: torch.dtype) -> list[Kernel]:
             for way, (body, inputs) in zip(("forward", "backward"), called, strict=True):
                 _compile(body, inputs)
                 take(name, way)
-        from threed.tensor.loss_kernel import Kernels
+        from threed.tensor.loss_kernel import TritonKernels
 
         logits = torch.zeros(8, 1, VOCAB, dtype=dtype, requires_grad=True)
         labels = torch.zeros(8, 1, dtype=torch.int64)
         group = ThreadGroup("tp", (0,), 0, Counter(), World(Mesh()))
-        losses = fused_loss.cross_entropy(logits * 1, labels, VOCAB, group, Kernels)  # pyright: ignore
+        losses = fused_loss.cross_entropy(logits * 1, labels, VOCAB, group, TritonKernels)  # pyright: ignore
         take("loss", "forward")
         losses.sum().backward()
         take("loss", "backward")

@@ -45,12 +45,12 @@ class Interpreted:
 
     @classmethod
     def _call(cls, name: str, arguments: Sequence[Any]) -> Any:
-        from threed.tensor.loss_kernel import Kernels
+        from threed.tensor.loss_kernel import TritonKernels
 
         with LOCK:
             cls.calls[name] += 1
             try:
-                return getattr(Kernels, name)(*arguments)
+                return getattr(TritonKernels, name)(*arguments)
             finally:
                 if cls.tidy:
                     gc.collect()

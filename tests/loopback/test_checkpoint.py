@@ -27,7 +27,7 @@ from threed.checkpoint import save as saving
 from threed.checkpoint.choose import notes
 from threed.checkpoint.lineage import Lineage
 from threed.checkpoint.load import resume
-from threed.checkpoint.save import Saver, Stage
+from threed.checkpoint.save import Saver, SaveStage
 from threed.comm.group import Comm
 from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
@@ -172,7 +172,7 @@ def test_stages_are_entered_together(tmp_path):
             outcome = saver.advance(comm.numbers(saver.status))
             assert len(set(comm.exchange(saver.stage))) == 1
             if outcome is not None:
-                assert seen[-1] is Stage.PUBLISHING and (outcome.path / "manifest.json").exists()
+                assert seen[-1] is SaveStage.PUBLISHING and (outcome.path / "manifest.json").exists()
                 return number
         raise AssertionError("it never ended")
 

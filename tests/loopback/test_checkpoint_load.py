@@ -33,7 +33,7 @@ from threed.checkpoint import format as formats
 from threed.checkpoint.choose import begin_lineage, candidates
 from threed.checkpoint.lineage import Lineage, write_latest
 from threed.checkpoint.load import resume
-from threed.checkpoint.read import Reader
+from threed.checkpoint.read import BoxReader
 from threed.checkpoint.save import Saver
 from threed.comm.group import Comm
 from threed.engine.engine import Engine
@@ -107,9 +107,9 @@ def test_nobody_waits_for_what_is_read(tmp_path, monkeypatch):
     that."""
     config = at(tmp_path, *DP)
     saved_after(config, 1)
-    often, read, readers = threading.Event(), Reader.read, []
+    often, read, readers = threading.Event(), BoxReader.read, []
 
-    def slow(self: Reader, *others: Any) -> None:
+    def slow(self: BoxReader, *others: Any) -> None:
         readers.append(self)
         if self is readers[0]:
             assert often.wait(10), "the other rank waits for this one"
@@ -128,7 +128,7 @@ def test_nobody_waits_for_what_is_read(tmp_path, monkeypatch):
         resumed = resume(config, engine.zero)
         return resumed.path.name if resumed.path else None
 
-    monkeypatch.setattr(Reader, "read", slow)
+    monkeypatch.setattr(BoxReader, "read", slow)
     assert on_ranks(config, work) == ["step-00000001"] * 2
 
 
@@ -139,15 +139,15 @@ def test_the_others_stop(tmp_path, monkeypatch):
         saved_after(config, steps)
     path = tmp_path / "checkpoints" / "step-00000002" / "rank-00001.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"x")
-    read, boxes = Reader.read, []
+    read, boxes = BoxReader.read, []
 
-    def slow(self: Reader, *others: Any) -> None:
+    def slow(self: BoxReader, *others: Any) -> None:
         if self._path.name == "step-00000002" and threading.current_thread().name == "load, rank 0":
             boxes.append(others)
             assert self.stop.wait(10), "rank 0 reads on"
         read(self, *others)
 
-    monkeypatch.setattr(Reader, "read", slow)
+    monkeypatch.setattr(BoxReader, "read", slow)
     taken, notes = take(config)
     assert taken == "step-00000001"
     assert "does not have the checksum of the index" in notes[0]

@@ -322,14 +322,14 @@ def test_few_files_at_a_time(tmp_path, monkeypatch):
     """One rank reads what 8 have written, with 3 files open."""
     path = saved_after(at(tmp_path / "many", "parallel.dp=4", *TP), 1)
     monkeypatch.setattr(reading, "_OPEN", 3)
-    most, original = [0], reading.Reader._open
+    most, original = [0], reading.BoxReader._open
 
-    def opened(self: reading.Reader, rank: int) -> int:
+    def opened(self: reading.BoxReader, rank: int) -> int:
         descriptor = original(self, rank)
         most[0] = max(most[0], len(self._files))
         return descriptor
 
-    monkeypatch.setattr(reading.Reader, "_open", opened)
+    monkeypatch.setattr(reading.BoxReader, "_open", opened)
     assert take(named(at(tmp_path / "one"), path))[0] == path.name and most[0] == 3
 
 

@@ -12,10 +12,10 @@ import torch
 
 from threed.checkpoint.boxes import boxes
 from threed.checkpoint.format import Report, file_name, index_of, seal, unseal
-from threed.checkpoint.read import Reader
-from threed.checkpoint.write import Item, Place, header, report_of
+from threed.checkpoint.read import BoxReader
+from threed.checkpoint.write import Extent, Item, header, report_of
 from threed.config.load import load
-from threed.features.zero.shard import Layout
+from threed.features.zero.shard import FlatLayout
 from threed.planner import layouts, make_mesh, unit_parameters
 from threed.schema import Config
 
@@ -34,14 +34,14 @@ def mesh_of(ranks: int, *others: str) -> Config:
                        f"train.global_batch_size={16 * ranks // (pp * tp)}", *others])
 
 
-def held(config: Config, position: int, laid: dict[int, Layout]) -> dict[int, Layout]:
+def held(config: Config, position: int, laid: dict[int, FlatLayout]) -> dict[int, FlatLayout]:
     """The parameter units of a position: equal runs of all of them."""
     units = sorted(laid)
     first, stop = (len(units) * at // config.parallel.pp for at in (position, position + 1))
     return {unit: laid[unit] for unit in units[first:stop]}
 
 
-def items(config: Config, laid: dict[int, Layout], position: int, dp: int, tp: int) -> list[Item]:
+def items(config: Config, laid: dict[int, FlatLayout], position: int, dp: int, tp: int) -> list[Item]:
     return [Item(kind, box, lambda: torch.empty(0)) for layout in held(config, position, laid).values()
             for kind in KINDS
             for box in boxes(layout, {"tp": tp}, *layout.shard(dp)) if tp == 0 or box.axes]
@@ -59,7 +59,7 @@ def written(request, tmp_path_factory):
         sizes = [4 * (item.box.stop - item.box.start) for item in mine]
         head = header(mine)
         starts = accumulate(sizes[:-1], initial=len(head))
-        places = [Place(at, size, 2**32 - 1, 2**64 - 1) for at, size in zip(starts, sizes, strict=True)]
+        places = [Extent(at, size, 2**32 - 1, 2**64 - 1) for at, size in zip(starts, sizes, strict=True)]
         reports.append(report_of(rank, head, mine, places))
     begin = time.process_time()
     index, parameters = index_of(reports)
@@ -86,7 +86,7 @@ def test_what_a_rank_reads(goes_on, written, capsys):
                                  f"train.global_batch_size={16 * config.world_size // 32}"])}[goes_on]
     mine = laid if goes_on == "same" else layouts(here)
     begin = time.process_time()
-    reader, names = Reader(path, unseal(path)), set()
+    reader, names = BoxReader(path, unseal(path)), set()
     files, wanted, num_bytes = set(), 0, 0
     for layout in held(here, 1, mine).values():
         for box in boxes(layout, {"tp": 1}, *layout.shard(2)):
@@ -120,5 +120,5 @@ def test_reports_are_small():
     laid = layouts(config)
     mine = items(config, laid, 3, 5, 2)
     head = header(mine)
-    report: Report = report_of(5, head, mine, [Place(0, 0, 0, 0)] * len(mine))
+    report: Report = report_of(5, head, mine, [Extent(0, 0, 0, 0)] * len(mine))
     assert sum(len(text) for some in report.boxes.values() for text in some) < 64 << 10

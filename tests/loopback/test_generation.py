@@ -24,7 +24,7 @@ from threed.planner import forward_plan, make_mesh, make_plan
 from threed.program.table import GENERATE, Plan
 from threed.schema import Config, DataConfig, ModelConfig
 from threed.tensor.context import Batch
-from threed.training.generation import Text, Writer, choose
+from threed.training.generation import Text, TextWriter, choose
 
 SMALL = ["model.layers=3", "model.hidden=16", "model.heads=4", "model.seq_len=8", "model.vocab=30",
          "model.vocab_multiple=16", "model.init_std=0.3", "train.sample_prompts=[a,b,c]"]
@@ -52,7 +52,7 @@ def written(config: Config, how: Sampling, plan: Plan | None = None,
     def work(comm: Comm) -> list[Text]:
         engine = Engine(config, plan, comm)
         try:
-            return Writer(engine, config.model.vocab, ends).write(PROMPTS, how)
+            return TextWriter(engine, config.model.vocab, ends).write(PROMPTS, how)
         finally:
             engine.close()
 
@@ -106,7 +106,7 @@ def test_a_run_that_trains_writes_between_its_steps():
         for step in range(3):
             losses.append(engine.train_step(batches(config, comm, step))[0].loss)
             if writes:
-                texts.append(Writer(engine, config.model.vocab).write(PROMPTS, how))
+                texts.append(TextWriter(engine, config.model.vocab).write(PROMPTS, how))
         engine.close()
         return losses, texts
 
@@ -120,7 +120,7 @@ def test_a_run_that_trains_writes_between_its_steps():
         engine, texts = Engine(alone, make_plan(alone), comm), []
         for step in range(3):
             engine.train_step(batches(alone, comm, step))
-            texts.append(Writer(engine, alone.model.vocab).write(PROMPTS, how))
+            texts.append(TextWriter(engine, alone.model.vocab).write(PROMPTS, how))
         return texts
 
     assert run_loopback(make_plan(alone), make_mesh(alone), one)[0] == with_text[1]
@@ -156,7 +156,7 @@ def test_the_plan_counts_what_the_program_sends(mesh):
 
     def work(comm: Comm) -> tuple[int, Counter[str]]:
         engine = Engine(config, plan, comm)
-        writer = Writer(engine, config.model.vocab)
+        writer = TextWriter(engine, config.model.vocab)
         engine.generate(lambda microbatch: writer._batch(PROMPTS, microbatch))
         engine.close()
         return comm.here.position, Counter(comm.sent)

@@ -18,7 +18,7 @@ from threed.engine.clock import HostClock
 from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
 from threed.monitor.attribute import CAUSES, attribute
-from threed.monitor.measure import HEAD, Meter, Step
+from threed.monitor.measure import HEAD, Meter, StepReport
 from threed.planner import make_mesh, make_plan
 from threed.program.effects import effects
 from threed.program.instruction import COMPUTE, Op
@@ -46,7 +46,7 @@ def put_to_sleep(engine: Engine) -> None:
     engine.handlers.update(dict.fromkeys(COMPUTE, handle))
 
 
-def rows(step: Step) -> list[dict[str, float]]:
+def rows(step: StepReport) -> list[dict[str, float]]:
     """By rank."""
     columns = [step.column(what).tolist() for what in HEAD]
     return [dict(zip(HEAD, row, strict=True)) for row in zip(*columns, strict=True)]

@@ -16,19 +16,19 @@ from threed.prediction.schedule_only import parse_times, predict_bare
 from threed.schedules import rule
 from threed.schedules.auto import repeat, search
 from threed.schedules.bound import Bound, bound
-from threed.schedules.explore import Candidate
+from threed.schedules.explore import Trial
 from threed.schedules.orders import SCHEDULES, Order, Task, can_run, line, needs, vee
-from threed.schedules.rule import Rule
-from threed.schedules.timed import Times, play
+from threed.schedules.rule import OrderRule
+from threed.schedules.timed import StageTimes, play
 
 UNIT = {"f": 1.0, "b": 1.0, "w": 1.0, "comm": 0.0}
 EPS = 1e-6  # relative
 
 
-def auto(p: int, m: int, times: dict[str, float], limit: float | None) -> tuple[Candidate, Bound]:
+def auto(p: int, m: int, times: dict[str, float], limit: float | None) -> tuple[Trial, Bound]:
     """`limit` in multiples of 1F1B's peak."""
     whole = times["f"], times["b"], times["w"]
-    return search(p, m, lambda place: Times.equal(len(place), whole, len(place) // p, times["comm"]),
+    return search(p, m, lambda place: StageTimes.equal(len(place), whole, len(place) // p, times["comm"]),
                   limit and limit * min(p, m))
 
 
@@ -60,7 +60,7 @@ def check_promises(seed: int, p: int, m: int) -> tuple[bool, bool]:
         v = schedule.virtual or 2
         if m >= schedule.least(p):
             place = schedule.place(p, v)
-            named = play(schedule.make(p, m, v), place, Times.equal(
+            named = play(schedule.make(p, m, v), place, StageTimes.equal(
                 len(place), (times["f"], times["b"], times["w"]), v, times["comm"]))
             if limit is None or named.peak <= limit * min(p, m) * v + EPS:
                 assert total_s <= named.total_s * (1 + EPS), (seed, name)
@@ -93,7 +93,7 @@ def test_many_promises(part):
 def test_three_take_as_long_as_four():
     """Why nothing is promised for any smaller number of micro-batches: with memory for two, no order of three
     has as small a rate as an order of two."""
-    times = Times.equal(8, (1.0, 1.0, 1.0), 1)
+    times = StageTimes.equal(8, (1.0, 1.0, 1.0), 1)
     two = search(8, 2, lambda place: times if len(place) == 8 else None, 2.0, 1)[0]
     assert bound(line(8, 1), times, 3, 2).span_s / 3 > two.timed.span_s / 2 * 1.05
 
@@ -175,10 +175,10 @@ def test_seconds_are_not_negative():
 # ---------------------------------------------------------------- the bound
 
 
-def random_times(rng: random.Random, stages: int) -> Times:
+def random_times(rng: random.Random, stages: int) -> StageTimes:
     """Some halves of backward take no time at all, as where a layer has no weights."""
     rows = [[rng.choice((0.0, 1.0, rng.uniform(0.1, 3))) for _ in range(stages)] for _ in range(3)]
-    return Times(*rows, message=rng.choice((0.0, rng.uniform(0, 1))))
+    return StageTimes(*rows, message=rng.choice((0.0, rng.uniform(0, 1))))
 
 
 def random_order(rng: random.Random, place: tuple[int, ...], m: int) -> Order:
@@ -194,7 +194,7 @@ def random_order(rng: random.Random, place: tuple[int, ...], m: int) -> Order:
     return order
 
 
-def check_bound(order: Order, place: tuple[int, ...], times: Times, m: int, note: Any) -> None:
+def check_bound(order: Order, place: tuple[int, ...], times: StageTimes, m: int, note: Any) -> None:
     timed = play(order, place, times)
     for room in (timed.peak, timed.peak + 1, None):
         least = bound(place, times, m, room)
@@ -217,8 +217,8 @@ def test_no_order_is_below_the_bound(seed):
         for place in (line(p, 1), vee(p, 2), line(p, 2)):
             times, v = random_times(rng, len(place)), len(place) // p
             check_bound(random_order(rng, place, m), place, times, m, (seed, case))
-            drawn = Rule(tuple(rng.random() for _ in range(2 * v)), (0.0,) * (2 * v - 1),
-                         rng.choice((0.0, 1.0)), rng.random(), rng.choice((-1.0, rng.random())))
+            drawn = OrderRule(tuple(rng.random() for _ in range(2 * v)), (0.0,) * (2 * v - 1),
+                              rng.choice((0.0, 1.0)), rng.random(), rng.choice((-1.0, rng.random())))
             order = rule.play(drawn, place, times, m, rng.randrange(v, m * v + 1))
             if order is not None:
                 again = play(order.order, place, times)
@@ -228,10 +228,10 @@ def test_no_order_is_below_the_bound(seed):
 
 def test_the_bound_is_reached():
     """It says something: schedules without a bubble reach it, and one micro-batch alone does."""
-    times = Times.equal(16, (1.0, 1.0, 1.0), 2)
+    times = StageTimes.equal(16, (1.0, 1.0, 1.0), 2)
     order = play(SCHEDULES["zb-v"].make(8, 24, 2), vee(8, 2), times)
     assert bound(vee(8, 2), times, 24, 16) == Bound(order.span_s, order.total_s) == Bound(72.0, 75.5)
-    alone = Times.equal(4, (1.0, 2.0, 0.5), 1, 0.25)
+    alone = StageTimes.equal(4, (1.0, 2.0, 0.5), 1, 0.25)
     order = play(SCHEDULES["zb-h1"].make(4, 1, 1), line(4, 1), alone)
     assert bound(line(4, 1), alone, 1, 1) == Bound(order.span_s, order.total_s)
     # with memory for one, micro-batches follow each other

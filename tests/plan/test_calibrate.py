@@ -13,11 +13,11 @@ import threed
 from threed.base.errors import InputError
 from threed.calibration import grid, rank
 from threed.calibration.fitted import NARROW, Machine, fitted, table, text
-from threed.calibration.points import UNITS, Computed, Measured, Sent, errors
+from threed.calibration.points import UNITS, Computed, RankPoints, Sent, errors
 from threed.config.load import load as load_config
 from threed.planner import make_pipeline, make_plan
 from threed.prediction.hardware import Hardware, load
-from threed.spec.kernels import Attention, Moved, Product
+from threed.spec.kernels import AttentionKernel, Moved, Product
 
 CPU = replace(load("cpu-core"), half_dim=6.0, launch_us=9.0, host_us=120.0, contention=0.4, node_us=80.0)
 GPU = replace(load("a100-sxm"), efficiency=0.6, memory_efficiency=0.7, attention_efficiency=0.4)
@@ -32,8 +32,8 @@ def points(hardware: Hardware, cuda: bool) -> list[Computed]:
              for kind, element in (("products", 4), (NARROW, 2)) for each in sizes.products]
     found += [Computed("element-wise", "", (Moved("sum", 12 * each, 0),), 4, False, 0.0)
               for each in sizes.moved]
-    found += [Computed("attention", "", (Attention(sequences, heads, heads, seq, size),), 2 if cuda else 4,
-                       back, 0.0)
+    found += [Computed("attention", "", (AttentionKernel(sequences, heads, heads, seq, size),),
+                       2 if cuda else 4, back, 0.0)
               for sequences, heads, seq, size in sizes.attention for back in (False, True)]
     for layers in sizes.layers:
         config = load_config(None, ["run.device=cpu", "model.layers=2", "model.dropout=0", "parallel.dp=1",
@@ -43,12 +43,12 @@ def points(hardware: Hardware, cuda: bool) -> list[Computed]:
     return [point._replace(seconds=point.predicted_s(hardware)) for point in found]
 
 
-def measured(hardware: Hardware, cuda: bool, ranks: int) -> list[Measured]:
+def measured(hardware: Hardware, cuda: bool, ranks: int) -> list[RankPoints]:
     sent = [Sent("collectives", "", way, size, ranks, ranks, 0.0)
             for way in ("ring", "all_reduce", "message") for size in (128, 1 << 14, 1 << 20, 1 << 25)]
     sent = [point._replace(seconds=point.predicted_s(hardware)) for point in sent]
-    return [Measured("NVIDIA A100-SXM4-80GB" * cuda, points(hardware, cuda), sent if ranks > 1 else [],
-                     dict(RATES)) for _ in range(ranks)]
+    return [RankPoints("NVIDIA A100-SXM4-80GB" * cuda, points(hardware, cuda), sent if ranks > 1 else [],
+                       dict(RATES)) for _ in range(ranks)]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -127,6 +127,6 @@ def test_a_rank_measures_with_the_settings_of_a_run(monkeypatch):
     said = []
     monkeypatch.setattr(rank, "ProcessComm", connect)
     monkeypatch.setattr(rank, "file_store", lambda *_: None)
-    task = rank.Task(grid.grid(False, True), Machine(1, 1, cuda=False), "", "")
+    task = rank.CalibrationTask(grid.grid(False, True), Machine(1, 1, cuda=False), "", "")
     assert rank.measure(0, task, SimpleNamespace(send=said.append)) == 1
     assert said == [("failed", "no peers here")] and seen == dict(zip(names, ("1", "32"), strict=True))

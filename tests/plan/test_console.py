@@ -153,7 +153,7 @@ def test_a_line_in_pieces(capfdbinary, monkeypatch, tmp_path):
     record.open(tmp_path)
     monkeypatch.setattr(console, "RECORD", record)
     assert sys.__stdout__ is not None
-    stream = console.Stream(sys.__stdout__, Outlet(1), True)
+    stream = console.ConsoleStream(sys.__stdout__, Outlet(1), True)
     print("a", "b", sep="", end="", file=stream)
     print("c", file=stream)
     for share in (10, 50, 100):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from threed.base.errors import InputError
-from threed.comm.environment import Place, place_of_environment, torchrun_variables
+from threed.comm.environment import RankPlace, place_of_environment, torchrun_variables
 from threed.launcher.agents import run
 from threed.launcher.attend import Attendant
 from threed.torchrun import parse
@@ -16,16 +16,16 @@ POD = {"MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456", "RANK": "1"}
 @pytest.mark.parametrize(("env", "place"), [
     ({}, None),
     ({"WORLD_SIZE": "1"}, None),
-    ({"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}, Place(5, 1, 4, 8)),
+    ({"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}, RankPlace(5, 1, 4, 8)),
     ({"NNODES": "1", "GPUS_PER_NODE": "4"}, None),
     ({"SLURM_STEP_ID": "0", "SLURM_NTASKS": "4", "SLURM_PROCID": "3", "SLURM_LOCALID": "1",
       "SLURM_NTASKS_PER_NODE": "2",
-      "MASTER_ADDR": "a"}, Place(3, 1, 2, 4)),
+      "MASTER_ADDR": "a"}, RankPlace(3, 1, 2, 4)),
     # SLURM_NTASKS_PER_NODE is the job's, and not the step's
     ({"SLURM_STEP_ID": "0", "SLURM_NTASKS": "11", "SLURM_PROCID": "9", "SLURM_LOCALID": "1",
       "SLURM_NODEID": "2", "SLURM_NTASKS_PER_NODE": "1", "SLURM_STEP_TASKS_PER_NODE": "4(x2),3",
       "MASTER_ADDR": "a"},
-     Place(9, 1, 3, 11)),
+     RankPlace(9, 1, 3, 11)),
 ])
 def test_places(env, place, monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):

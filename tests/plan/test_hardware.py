@@ -13,12 +13,12 @@ from threed.base.mesh import Mesh
 from threed.planner import make_pipeline, make_plan
 from threed.prediction import analytic
 from threed.prediction.contention import step, timed
-from threed.prediction.hardware import Hardware, Place, load, names, places
+from threed.prediction.hardware import GroupPlace, Hardware, load, names, places
 from threed.prediction.kernels import Prices, Travel
 from threed.program.instruction import COMPUTE, Instruction, Op
 from threed.program.order import plan_links
 from threed.program.walk import seconds_of
-from threed.spec.kernels import Attention, Moved, Product
+from threed.spec.kernels import AttentionKernel, Moved, Product
 
 A100, CPU = load("a100-sxm"), load("cpu-core")
 
@@ -77,12 +77,12 @@ def test_products():
 
 def test_kernels():
     prices = Prices(A100, 2)
-    product, core = Product(8192, 4096, 4096), Attention(4, 32, 8, 2048, 128)
+    product, core = Product(8192, 4096, 4096), AttentionKernel(4, 32, 8, 2048, 128)
     assert prices.input_half([product]) == pytest.approx(prices.forward([product]), 0.2)
     assert prices.weight_half([product]) == pytest.approx(prices.forward([product]), 0.2)
     # A softmax takes as long for each pair of tokens, whatever the size of a head.
     slow = Prices(replace(A100, exponential_ns=1e-3), 2)
-    wide, narrow = Attention(1, 8, 8, 2048, 128), Attention(1, 64, 64, 2048, 16)
+    wide, narrow = AttentionKernel(1, 8, 8, 2048, 128), AttentionKernel(1, 64, 64, 2048, 16)
     assert prices.forward([wide]) == prices.forward([narrow])
     for core, heads in ((wide, 8), (narrow, 64)):
         for phase in (Prices.forward, Prices.input_half):
@@ -115,7 +115,7 @@ def test_places():
 
 def test_collectives():
     travel, size = Travel(A100), 10**9
-    node, two, apart = (Place(ranks, 8) for ranks in (range(8), range(16), range(0, 64, 8)))
+    node, two, apart = (GroupPlace(ranks, 8) for ranks in (range(8), range(16), range(0, 64, 8)))
     inside, outside = A100.node_gbps / 8e-9 * A100.node_efficiency, 100e9 * A100.adapter_efficiency
     assert travel.ring(size, node) == pytest.approx(size / inside, 0.01)
     assert travel.ring(size, two) == pytest.approx(size / outside, 0.01)
@@ -123,7 +123,7 @@ def test_collectives():
     # Over two nodes a ring sends 15/8 of a message over the adapters, and a tree of rings all of it once.
     assert travel.all_reduce(size, two) == pytest.approx(size * 8 / 15 / outside, 0.01)
     assert travel.all_reduce(1000, node) < travel.ring(1000, node, 2)  # small: a tree
-    assert travel.ring(size, Place([3], 8)) == travel.ring(0, node) == 0
+    assert travel.ring(size, GroupPlace([3], 8)) == travel.ring(0, node) == 0
     assert travel.message(size, False) < travel.message(size, True) == pytest.approx(8 * size / outside, 0.01)
 
 

@@ -20,7 +20,7 @@ from threed.program.show import grid, legend, timeline, unit_cost
 from threed.program.walk import Mode, walk
 from threed.schedules import orders
 from threed.schedules.orders import SCHEDULES, Task, can_run, gpipe, one_f_one_b
-from threed.schedules.timed import Times, play
+from threed.schedules.timed import StageTimes, play
 
 UNIT = {"f": 1.0, "b": 1.0, "w": 1.0, "comm": 0.0}
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -148,7 +148,7 @@ def test_less_memory(p, m):
     """v-half keeps floor(p / 2) + 1 micro-batches and v-min floor((p + 4) / 3), at most."""
     for name, most in (("v-half", p // 2 + 1), ("v-min", (p + 4) // 3)):
         order, place = make(name, p, m, 2)
-        peak = play(order, place, Times.equal(2 * p, (1.0, 1.0, 1.0), 2)).peak / 2
+        peak = play(order, place, StageTimes.equal(2 * p, (1.0, 1.0, 1.0), 2)).peak / 2
         assert peak <= min(m, most) and (m < 3 * p or peak == most)
 
 

@@ -18,7 +18,7 @@ from threed.layout_search.layout import Layout, config_of
 from threed.planner import make_plan
 from threed.prediction.analytic import cost
 from threed.prediction.contention import step
-from threed.prediction.hardware import Hardware, Place
+from threed.prediction.hardware import GroupPlace, Hardware
 from threed.prediction.kernels import Prices, Travel
 from threed.program.check import check_programs
 from threed.program.entries import WHOLE_MESSAGES, MessageSettings
@@ -222,7 +222,7 @@ def test_prices():
     assert priced(0, send) == travel.message(act // 8, True) < travel.message(act, True) / 4
     split, join = (Instruction(op, send.unit, 0, kind="act") for op in (Op.SPLIT, Op.JOIN))
     assert priced(0, split) == Prices(hardware, 2).moved(act // 4)
-    assert priced(1, join) == travel.ring(ring(act, 8), Place(range(8), 8))
+    assert priced(1, join) == travel.ring(ring(act, 8), GroupPlace(range(8), 8))
 
 
 @pytest.mark.parametrize("hardware, least", [("a100-sxm", 0.02), ("a100-sxm,adapter_gbps=25", 0.5)])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from threed.base.restart import LONGEST_WAIT_S, Failure, Restarts, Steps
+from threed.base.restart import LONGEST_WAIT_S, Failure, RankSteps, Restarts
 
 
 def fails(step: int, cause: str | None = None, status: int = 1) -> Failure:
@@ -50,7 +50,7 @@ def test_never():
 
 
 def test_steps():
-    steps = Steps(3)
+    steps = RankSteps(3)
     steps.of(2).begin(7)
     steps.of(2).begin(8)
     assert [steps.at(rank) for rank in range(3)] == [0, 0, 8]
@@ -60,7 +60,7 @@ def test_an_answer_to_a_request_to_stop(monkeypatch):
     """It says which step is under way, since when, and how long one takes: as predicted, then as measured."""
     now = 100.0
     monkeypatch.setattr("threed.base.restart.time.monotonic", lambda: now)
-    pace = Steps(1).of(0)
+    pace = RankSteps(1).of(0)
     once_more = "; once more to stop now, without "
     assert pace.answer() == f"stopping after the first step, which has not begun{once_more}a checkpoint"
     pace.begin(1)

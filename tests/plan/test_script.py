@@ -13,7 +13,7 @@ from threed.interop import convert as subject
 from threed.interop.launchers import ranks, split
 from threed.interop.shell.opaque import hide, show
 from threed.interop.shell.programs import output
-from threed.interop.shell.walk import Walk
+from threed.interop.shell.walk import ScriptWalk
 
 BASH = shutil.which("bash")
 RUN = 'run() { printf "%s\\0" "$@"; printf "\\n\\0"; }\n'  # prints its words
@@ -77,7 +77,7 @@ def test_words_are_those_of_bash():
     for text in [*SNIPPETS, *TEXTS]:
         done = subprocess.run([str(BASH), "-c", RUN + text], capture_output=True, text=True, check=False)
         expected = [words.split("\0")[:-1] for words in done.stdout.split("\n\0") if words]
-        walk = Walk()
+        walk = ScriptWalk()
         walk.script(text)
         assert [command.words[1:] for command in walk.commands] == expected, text
         assert not walk.notes, text

@@ -38,7 +38,7 @@ from threed.prediction.peak import communicators
 from threed.program.summary import stages
 from threed.schedules.orders import SCHEDULES
 from threed.schema import Config
-from threed.training.generation import Writer
+from threed.training.generation import TextWriter
 from threed.training.trainer import mean_loss
 
 pytestmark = pytest.mark.usefixtures("one_core")
@@ -185,8 +185,8 @@ def test_steps_with_others_between_them(name):
                 engine.after = None
                 engine.run("evaluate", batches(config, comm, 7, train=False))
                 for lengths in ((1, 2, 3), (13,)):
-                    Writer(engine, config.model.vocab).write([list(range(1, n + 1)) for n in lengths],
-                                                             Sampling(3, 0.0))
+                    TextWriter(engine, config.model.vocab).write([list(range(1, n + 1)) for n in lengths],
+                                                                 Sampling(3, 0.0))
                 engine.after = after
             return result
 

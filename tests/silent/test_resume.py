@@ -39,8 +39,8 @@ from tests.loopback.test_checkpoint import (
 from tests.loopback.test_hugging_face_files import LLAMA, folder
 from threed.checkpoint.lineage import Lineage
 from threed.checkpoint.load import resume
-from threed.checkpoint.read import Reader
-from threed.checkpoint.save import Saver, Stage, tidy
+from threed.checkpoint.read import BoxReader
+from threed.checkpoint.save import Saver, SaveStage, tidy
 from threed.comm.group import Comm
 from threed.config.load import load
 from threed.engine.engine import Engine
@@ -161,7 +161,7 @@ def of_files(path: Path, config: Config) -> dict[str, torch.Tensor]:
     """The whole weights in a checkpoint's files, read by the reader, and by no engine."""
     from threed.checkpoint.boxes import Box
 
-    reader, values = Reader(path, manifest(path)), {}
+    reader, values = BoxReader(path, manifest(path)), {}
     for each in parameters(config.model):
         values[each.name] = torch.empty(each.stored)
         shape = tuple(each.stored)
@@ -300,7 +300,7 @@ def trained(config: Config, until: int) -> None:
         saver = Saver(engine, resumed.lineage, lambda: None)
         while engine.zero.step_number < until:
             step(engine, comm)
-            if saver.stage is not Stage.IDLE:
+            if saver.stage is not SaveStage.IDLE:
                 saver.drain()
             saver.begin(COUNTERS)
         outcome = saver.drain()
@@ -426,14 +426,14 @@ def test_a_load_that_goes_on_slowly(tmp_path, monkeypatch):
     """A rank that reads for longer than run.timeout_s, piece by piece, is waited for."""
     config = at(tmp_path, *DP, "run.timeout_s=1", "checkpoint.every=0")
     saved_after(config, 1)
-    plan, begun = Reader.plan, time.monotonic()
+    plan, begun = BoxReader.plan, time.monotonic()
 
-    def slow(self: Reader, kind: str, box: Any) -> Any:
+    def slow(self: BoxReader, kind: str, box: Any) -> Any:
         if threading.current_thread().name == "load, rank 1":
             time.sleep(0.05)
         return plan(self, kind, box)
 
-    monkeypatch.setattr(Reader, "plan", slow)
+    monkeypatch.setattr(BoxReader, "plan", slow)
     assert take(config)[0] == "step-00000001" and time.monotonic() - begun > 1
 
 
@@ -443,14 +443,14 @@ def test_a_load_that_blocks(where, begin, monkeypatch, tmp_path):
     ends within the limit; not in silence after five hours."""
     first = begin(TINY_RUN, "train.steps=2", "checkpoint.every=2")
     assert first.wait() == 0, first.output
-    usual = getattr(Reader, where)
+    usual = getattr(BoxReader, where)
 
-    def stuck(self: Reader, *others: Any) -> Any:
+    def stuck(self: BoxReader, *others: Any) -> Any:
         if threading.current_thread().name == "load, rank 1":
             time.sleep(300)
         return usual(self, *others)
 
-    monkeypatch.setattr(Reader, where, stuck)
+    monkeypatch.setattr(BoxReader, where, stuck)
     begun = time.monotonic()
     again = begin(TINY_RUN, "train.steps=4", "run.timeout_s=6")
     assert again.wait(40) == 1, again.output

@@ -19,7 +19,7 @@ from threed.base.console import put_error, say
 from threed.base.errors import InputError, Reported, RunError
 from threed.base.progress import Progress
 from threed.base.requests import Requests
-from threed.base.restart import Steps
+from threed.base.restart import RankSteps
 from threed.checkpoint.load import Resumed, resume
 from threed.config.load import checked
 from threed.data.mix import AnySplit, Mixture, open_splits
@@ -34,7 +34,7 @@ from threed.launcher.local import ANSWER, LocalLauncher
 from threed.planner import forward_plan
 from threed.program.table import EVALUATE, GENERATE
 from threed.schema import Config
-from threed.training.generation import Writer
+from threed.training.generation import TextWriter
 from threed.training.setup import Job, Task, connect, running
 from threed.training.trainer import mean_loss
 
@@ -94,7 +94,7 @@ def _cut(config: Config, windows: int) -> tuple[int, int]:
 def _ask(config: Config, task: Task, prepared: Prepared | None = None) -> dict[str, Any]:
     """Start the ranks of a config on this machine; the answer of rank 0. Raises Reported."""
     launcher = LocalLauncher(config, task=task)
-    failure = launcher.start(prepared, Steps(config.world_size))
+    failure = launcher.start(prepared, RankSteps(config.world_size))
     if launcher.hurried:
         say("stopped at once, as asked")
         error = Reported("stopped at once, as asked")
@@ -136,7 +136,7 @@ def _write(job: Job, local_rank: int, requests: Requests, watch: Watch, store: A
             given = tuple(encode(opened, prompts, config.data, config.model))
         with watch.phase("encode the prompts"):
             encoded, vocab, ends = engine.comm.broadcast(given)
-        texts = Writer(engine, vocab, ends).write(encoded, how, lambda: requests.stop)
+        texts = TextWriter(engine, vocab, ends).write(encoded, how, lambda: requests.stop)
         if opened is not None:
             samples = [{"prompt": prompt, "text": added(opened, ids, text.ids), "tokens": text.ids,
                         "ended": text.ended}

@@ -17,7 +17,7 @@ from threed.api.start import start
 from threed.base.errors import InputError, RunError, check_type
 from threed.base.quantity import many, show_bytes
 from threed.base.signals import BEGAN, STOPS, calm
-from threed.comm.environment import Place, place_of_environment
+from threed.comm.environment import RankPlace, place_of_environment
 from threed.config import load as configs
 from threed.config.load import checked
 from threed.config.validate import warnings
@@ -187,13 +187,13 @@ def train(config: Config | str | Path, overrides: list[str] | None = None,
     load = _loader(config, overrides)
     folder = load(None).run.dir  # the file may be another one when the run is over
     place = place_of_environment()
-    check_process(forks=not isinstance(place, Place))
+    check_process(forks=not isinstance(place, RankPlace))
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # threed says once what torch would in 40 lines
     os.environ[BEGAN] = repr(time.time())
     calm()
     with own_signals():
         status = start(load, callbacks)
-    if status and isinstance(place, Place):
+    if status and isinstance(place, RankPlace):
         from threed.launcher.rank import leave
 
         leave(status)

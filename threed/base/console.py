@@ -232,7 +232,7 @@ class _Quiet(logging.handlers.RotatingFileHandler):
         """Say nothing: logging would print a traceback for each line that a full disk does not take."""
 
 
-class Stream:
+class ConsoleStream:
     """In place of sys.stdout or sys.stderr, for whatever prints in a run: a script's callbacks, libraries."""
 
     def __init__(self, stream: TextIO, outlet: Outlet, keeps: bool):
@@ -309,19 +309,19 @@ def open_standard() -> None:
 
 
 def steady(keeps: bool = True) -> None:
-    """Have whatever prints in this process go through here. `keeps`: as of `Stream`."""
+    """Have whatever prints in this process go through here. `keeps`: as of `ConsoleStream`."""
     for name, outlet in (("stdout", OUT), ("stderr", ERR)):
         stream = getattr(sys, name)
-        if isinstance(stream, Stream):
+        if isinstance(stream, ConsoleStream):
             stream.keeps = keeps
         elif _number(stream) == outlet.number:
             with contextlib.suppress(Exception):
                 stream.flush()
-            setattr(sys, name, Stream(stream, outlet, keeps))
+            setattr(sys, name, ConsoleStream(stream, outlet, keeps))
 
 
 def _put(stream: Any, outlet: Outlet, text: str, console: bool, record: str | None = None) -> None:
-    if console and isinstance(stream, Stream):
+    if console and isinstance(stream, ConsoleStream):
         stream.put(text, None)
     elif console and _number(stream) == outlet.number:
         with contextlib.suppress(Exception):

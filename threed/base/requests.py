@@ -14,7 +14,7 @@ from threed.base.signals import STOPS, handle
 ONE_S = 1.0  # within this time, signals are one request
 
 
-class Asked:
+class StopRequests:
     """How often a run was asked to stop. A press of Ctrl-C may come twice: from the terminal, and from
     torchrun or `timeout`, which pass it on."""
 
@@ -61,7 +61,7 @@ class Requests:
     def _listen(self, answer: Callable[[int, int], None]) -> None:
         reads, writes = socket.socketpair()
         writes.setblocking(False)
-        self._kept, asked = writes, Asked()  # as long as signals come
+        self._kept, asked = writes, StopRequests()  # as long as signals come
 
         def body() -> None:
             while numbers := reads.recv(1):  # the interpreter writes the number of each signal

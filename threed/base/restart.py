@@ -18,7 +18,7 @@ from threed.base.quantity import show_seconds
 LONGEST_WAIT_S = 300.0
 
 
-class Steps:
+class RankSteps:
     """The step that each rank is at, in memory that outlives the rank."""
 
     def __init__(self, world_size: int):
@@ -37,7 +37,7 @@ class Pace:
     """The step that one rank is at, and how long steps take."""
 
     def __init__(self, numbers: Any):
-        """`numbers`: three floats of `Steps`, the rank's own."""
+        """`numbers`: three floats of `RankSteps`, the rank's own."""
         self._numbers = numbers
 
     @property

@@ -18,7 +18,7 @@ def typical(samples: Sequence[float]) -> float:
     return fmean(sorted(samples)[:max(1, len(samples) * 99 // 100)])
 
 
-class Clock:
+class Stopwatch:
     """Times calls on a device: with events on a GPU, with the host's clock on a CPU."""
 
     def __init__(self, device: torch.device):

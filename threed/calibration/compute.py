@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from threed.calibration.clock import Clock
+from threed.calibration.clock import Stopwatch
 from threed.calibration.grid import Grid
 from threed.calibration.points import Computed
 from threed.comm.lanes import copy
@@ -14,7 +14,7 @@ from threed.optim import step as optimizer
 from threed.optim.base import Update, View
 from threed.optim.registry import OPTIMIZERS
 from threed.schema import OptimizerConfig
-from threed.spec.kernels import Attention, Kernel, Moved, Product
+from threed.spec.kernels import AttentionKernel, Kernel, Moved, Product
 from threed.tensor.disk import Disk
 from threed.tensor.pool import aligned
 
@@ -26,7 +26,7 @@ class Compute:
 
     def __init__(self, grid: Grid, device: torch.device):
         self.grid, self.device = grid, device
-        self.clock, self.host = Clock(device), Clock(torch.device("cpu"))
+        self.clock, self.host = Stopwatch(device), Stopwatch(torch.device("cpu"))
 
     def products(self, dtype: torch.dtype) -> list[Computed]:
         """All sizes in the type that the machine is for, and some in the other: a CPU without units for 16
@@ -58,7 +58,7 @@ class Compute:
         for sequences, heads, seq, size in self.grid.attention:
             q, k, v = (self._numbers(sequences, heads, seq, size, dtype=dtype).requires_grad_()
                        for _ in range(3))
-            kernel = Attention(sequences, heads, heads, seq, size)
+            kernel = AttentionKernel(sequences, heads, heads, seq, size)
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
             given = torch.ones_like(out)
 

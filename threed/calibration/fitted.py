@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import fmean
 
 from threed.base.quantity import many
-from threed.calibration.points import UNITS, Computed, Measured, Point, errors, fit
+from threed.calibration.points import UNITS, Computed, Point, RankPoints, errors, fit
 from threed.prediction.hardware import OF_CPUS, Hardware, load, names
 from threed.spec.kernels import Moved
 
@@ -30,7 +30,7 @@ class Machine:
     cuda: bool
 
 
-def fitted(measured: Sequence[Measured], machine: Machine) -> tuple[Hardware, list[Point]]:
+def fitted(measured: Sequence[RankPoints], machine: Machine) -> tuple[Hardware, list[Point]]:
     """The constants, and the points that they were fitted to: means over the ranks."""
     ours = [each for each in measured if each.computed]
     computed = [row[0]._replace(seconds=fmean(point.seconds for point in row))

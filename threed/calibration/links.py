@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from threed.base.quantity import round_up, show_bytes
-from threed.calibration.clock import LEAST, MOST, Clock, typical
+from threed.calibration.clock import LEAST, MOST, Stopwatch, typical
 from threed.calibration.grid import Grid
 from threed.calibration.points import Sent
 from threed.comm.group import Comm, Group
@@ -21,11 +21,11 @@ BESIDE_S = 0.3  # of computation, and of collectives, at a time
 TRIES = 5
 
 
-class Links:
+class GroupTimes:
     """What all ranks measure together."""
 
     def __init__(self, grid: Grid, comm: Comm):
-        self.grid, self.comm, self.clock = grid, comm, Clock(comm.device)
+        self.grid, self.comm, self.clock = grid, comm, Stopwatch(comm.device)
 
     def points(self) -> list[Sent]:
         """Of the world and, where they are fewer, of the ranks of one position."""

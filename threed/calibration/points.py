@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import NamedTuple
 
-from threed.prediction.hardware import SHARES, Hardware, Place
+from threed.prediction.hardware import SHARES, GroupPlace, Hardware
 from threed.prediction.kernels import Prices, Travel
 from threed.spec.kernels import Kernel
 
@@ -54,7 +54,7 @@ class Sent(NamedTuple):
     seconds: float
 
     def predicted_s(self, hardware: Hardware) -> float:
-        travel, place = Travel(hardware), Place(range(self.ranks), self.ranks)
+        travel, place = Travel(hardware), GroupPlace(range(self.ranks), self.ranks)
         if self.way == "message":
             seconds = travel.message(self.size, False)
         else:
@@ -74,7 +74,7 @@ Point = Computed | Sent
 
 
 @dataclass
-class Measured:
+class RankPoints:
     """What one rank has measured. `rates`: bytes a second, or seconds, by name."""
 
     device: str = ""  # what a GPU calls itself

@@ -16,8 +16,8 @@ from threed.calibration.compute import Compute
 from threed.calibration.fitted import Machine
 from threed.calibration.grid import Grid
 from threed.calibration.layers import layers
-from threed.calibration.links import CHANNELS, Links
-from threed.calibration.points import Measured
+from threed.calibration.links import CHANNELS, GroupTimes
+from threed.calibration.points import RankPoints
 from threed.comm.group import ProcessComm, file_store
 from threed.engine.device import set_up
 from threed.engine.gpu import stay_beside
@@ -28,7 +28,7 @@ WIDE, NARROW = torch.float32, torch.bfloat16
 
 
 @dataclass(frozen=True)
-class Task:
+class CalibrationTask:
     """What a launcher gives to each rank."""
 
     grid: Grid
@@ -42,7 +42,7 @@ def mesh_of(ranks: int) -> Mesh:
     return Mesh(pp=2, dp=ranks // 2) if ranks % 2 == 0 else Mesh(dp=ranks)
 
 
-def measure(rank: int, task: Task, pipe: Any) -> int:
+def measure(rank: int, task: CalibrationTask, pipe: Any) -> int:
     """Body of a rank. Sends ("say", text) on rank 0, and in the end ("done", Measured) or ("failed", text).
     Returns the exit status."""
     machine = task.machine
@@ -65,8 +65,8 @@ def measure(rank: int, task: Task, pipe: Any) -> int:
     return 1
 
 
-def _measure(comm: ProcessComm, task: Task, pipe: Any) -> Measured:
-    measured, compute, cuda = Measured(), Compute(task.grid, comm.device), task.machine.cuda
+def _measure(comm: ProcessComm, task: CalibrationTask, pipe: Any) -> RankPoints:
+    measured, compute, cuda = RankPoints(), Compute(task.grid, comm.device), task.machine.cuda
     computed, rates = measured.computed, measured.rates
     if cuda:
         measured.device = torch.cuda.get_device_name(comm.device)
@@ -94,7 +94,7 @@ def _measure(comm: ProcessComm, task: Task, pipe: Any) -> Measured:
         _say(comm, pipe, f"collectives and messages of {many(comm.mesh.size, 'rank')}")
         if comm.mesh.positions > 1:
             comm.open_channels(CHANNELS)
-        links = Links(task.grid, comm)
+        links = GroupTimes(task.grid, comm)
         measured.sent = links.points()
         rates["contention"] = links.contention()
     return measured

@@ -14,8 +14,8 @@ from threed.base.errors import InputError, RunError
 from threed.base.quantity import show_bytes
 from threed.calibration.fitted import Machine, fitted, text
 from threed.calibration.grid import Grid, grid
-from threed.calibration.points import Measured, Point
-from threed.calibration.rank import Task, measure
+from threed.calibration.points import Point, RankPoints
+from threed.calibration.rank import CalibrationTask, measure
 from threed.launcher.local import local_world_size
 from threed.launcher.processes import CONTEXT, be_rank, end_all, signals_wait, start
 from threed.prediction.hardware import Hardware
@@ -84,10 +84,10 @@ def _check_room(folder: Path, chosen: Grid, ranks: int) -> None:
                          "written for a moment; give another folder, or use --quick")
 
 
-def _measured(machine: Machine, chosen: Grid, folder: Path, say: Callable[[str], None]) -> list[Measured]:
+def _measured(machine: Machine, chosen: Grid, folder: Path, say: Callable[[str], None]) -> list[RankPoints]:
     """Start the ranks, and collect what each has measured."""
     meeting = os.memfd_create("threed-store")
-    task = Task(chosen, machine, str(folder), f"/proc/self/fd/{meeting}")
+    task = CalibrationTask(chosen, machine, str(folder), f"/proc/self/fd/{meeting}")
     pipes = [CONTEXT.Pipe(duplex=False) for _ in range(machine.ranks)]
     ranks: list[Any] = []
     try:
@@ -102,9 +102,9 @@ def _measured(machine: Machine, chosen: Grid, folder: Path, say: Callable[[str],
         os.close(meeting)
 
 
-def _collect(ranks: Sequence[Any], pipes: Sequence[Any], say: Callable[[str], None]) -> list[Measured]:
+def _collect(ranks: Sequence[Any], pipes: Sequence[Any], say: Callable[[str], None]) -> list[RankPoints]:
     """What each rank sends in the end. RunError where one fails."""
-    found: dict[int, Measured] = {}
+    found: dict[int, RankPoints] = {}
     while len(found) < len(ranks):
         left = [rank for rank in range(len(ranks)) if rank not in found]
         wait([pipes[rank] for rank in left] + [ranks[rank].sentinel for rank in left])

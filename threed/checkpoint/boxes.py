@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from threed.features.zero.shard import Layout
+from threed.features.zero.shard import FlatLayout
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def rectangles(shape: tuple[int, ...], start: int,
             yield (last, *offset), (1, *size)
 
 
-def boxes(layout: Layout, place: Mapping[str, int], start: int, stop: int) -> list[Box]:
+def boxes(layout: FlatLayout, place: Mapping[str, int], start: int, stop: int) -> list[Box]:
     """The boxes of range [start, stop) of a unit's buffer. `place`: axis -> the rank's index. Padding is in
     no box."""
     covering = []

@@ -32,7 +32,7 @@ from threed.checkpoint.choose import as_begun, begun, candidates, is_base, notes
 from threed.checkpoint.format import Unusable, patiently, unseal, weights_only
 from threed.checkpoint.lineage import Lineage
 from threed.checkpoint.proof import MASK, checksum
-from threed.checkpoint.read import Reader
+from threed.checkpoint.read import BoxReader
 from threed.comm.group import Comm
 from threed.comm.lanes import in_order
 from threed.features.zero.run import Clipped, ZeroRun
@@ -203,7 +203,7 @@ def _confirm(path: Path, checksum_: str) -> tuple[dict[str, Any], str | None]:
 
 def _load(path: Path, manifest: dict[str, Any], zero: ZeroRun, say: Callable[[str], None]) -> str | None:
     """Read the checkpoint and check the result. The first problem of any rank, the same on all ranks."""
-    comm, reader = zero.comm, Reader(path, manifest)
+    comm, reader = zero.comm, BoxReader(path, manifest)
     reading = Reading(str(path), zero.config.run.timeout_s, lambda: reader.last_s, reader.stop, say)
     problem = _first(comm.exchange(_together(comm, lambda: _read(reader, manifest, zero), reading)))
     if problem is None:
@@ -213,7 +213,7 @@ def _load(path: Path, manifest: dict[str, Any], zero: ZeroRun, say: Callable[[st
     return problem
 
 
-def _read(reader: Reader, manifest: dict[str, Any], zero: ZeroRun) -> str | None:
+def _read(reader: BoxReader, manifest: dict[str, Any], zero: ZeroRun) -> str | None:
     """Read this rank's part of a checkpoint. Why the checkpoint cannot be used, if this rank is among the
     first to notice: then the others stop."""
     problem, place = None, zero.comm.here.on

@@ -22,7 +22,7 @@ _OPEN = 64  # files open at a time: a small mesh may read what thousands of rank
 _RUN = 16 << 10  # bytes: shorter runs of a file are read together with the bytes between them
 
 
-class Part(NamedTuple):
+class Overlap(NamedTuple):
     """The overlap of one stored box with a wanted box."""
 
     stored: Stored
@@ -40,7 +40,7 @@ class Part(NamedTuple):
         return self.num_bytes == 4 * math.prod(self.stored.shape)
 
 
-class Reader:
+class BoxReader:
     """Reads boxes: the index lines of this rank's parameters, and the needed bytes of the files."""
 
     def __init__(self, path: Path, manifest: dict[str, Any]):
@@ -57,7 +57,7 @@ class Reader:
         for descriptor in self._files.values():
             os.close(descriptor)
 
-    def plan(self, kind: str, box: Box) -> list[Part]:
+    def plan(self, kind: str, box: Box) -> list[Overlap]:
         """The parts to be read for a box. Unusable where they do not cover the box."""
         if box.name not in self._lines:
             self._lines[box.name] = read_line(self._path, self._manifest, box.name)
@@ -72,12 +72,12 @@ class Reader:
             missing -= math.prod(lengths)
             spans = _runs(stored.shape, source)
             if spans is not None:
-                parts.append(Part(stored, target, spans, lengths, ()))
+                parts.append(Overlap(stored, target, spans, lengths, ()))
             else:  # the runs are short: whole rows of the first dim are read, and cut in memory
                 row = math.prod(stored.shape[1:])
                 span = source[0].start * row, lengths[0] * row
-                parts.append(Part(stored, target, [span], (lengths[0], *stored.shape[1:]),
-                                  (slice(None), *source[1:])))
+                parts.append(Overlap(stored, target, [span], (lengths[0], *stored.shape[1:]),
+                                     (slice(None), *source[1:])))
         if missing:
             raise Unusable(self._path,
                            f"is incomplete: {missing} elements of {kind} {box.name} are in no file")
@@ -95,7 +95,7 @@ class Reader:
                 key, lost = (box.name, kind), checksum(wide.view(-1), box) - checksum(into.view(-1), box)
                 self.rounded[key] = (self.rounded.get(key, 0) + lost) & MASK
 
-    def _read(self, kind: str, name: str, part: Part) -> torch.Tensor:
+    def _read(self, kind: str, name: str, part: Overlap) -> torch.Tensor:
         """The elements of all spans. A stored box that is read whole is compared with its checksum here; a
         part of one is checked with the whole tensor, when all ranks have read (load.py)."""
         rank, (at, want) = part.stored.rank, part.stored.pieces[kind]

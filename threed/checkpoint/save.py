@@ -60,7 +60,7 @@ REMOVED, REPLACED = ".removed.tmp", ".replaced.tmp"
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
-class Stage(Enum):
+class SaveStage(Enum):
     IDLE = "nothing is being saved"
     WRITING = "each rank writes its file"
     CLEARING = "the disk was full: rank 0 removes older checkpoints"
@@ -93,7 +93,7 @@ class Saver:
         self._warned: set[str] = set()
         # part of the temporary folder's name, so that no other run writes into it
         self._attempt = self._comm.broadcast(uuid.uuid4().hex[:8])
-        self.stage = Stage.IDLE
+        self.stage = SaveStage.IDLE
         self.waits_for = torch.empty(0, dtype=torch.int64)  # ranks that have not finished the stage
         self._thread: threading.Thread | None = None
         self._result: Any = None  # of the thread's work
@@ -119,7 +119,7 @@ class Saver:
 
     def begin(self, counters: dict[str, Any]) -> None:
         """Save the run's state after this step. `counters`: the training loop's entries of the manifest."""
-        assert self.stage is Stage.IDLE
+        assert self.stage is SaveStage.IDLE
         self._begun_s, self._cleared, self._prunes = time.monotonic(), False, True
         zero, mesh = self._engine.zero, self._comm.mesh
         self._manifest = {
@@ -153,27 +153,27 @@ class Saver:
     def advance(self, statuses: torch.Tensor) -> Outcome | None:
         """Enter the next stage if the statuses allow it (`statuses`: of all ranks, by rank, [ranks]). Returns
         how the save ended, once it has."""
-        if self.stage is Stage.IDLE:
+        if self.stage is SaveStage.IDLE:
             return None
-        asked = statuses if self.stage is Stage.WRITING else statuses[:1]
+        asked = statuses if self.stage is SaveStage.WRITING else statuses[:1]
         self.waits_for = (asked == BUSY).nonzero().view(-1)
         if len(self.waits_for):
             return None
         worst = float(asked.max())
-        if self.stage is Stage.UNDOING:
+        if self.stage is SaveStage.UNDOING:
             return self._end(self._problem)
         if worst != DONE:
             self._problem = self._first_problem()
             only_full = not (asked == FAILED).any()
             if only_full and self._config.checkpoint.keep and self._prunes and not self._cleared:
                 self._cleared = True
-                self._start(Stage.CLEARING, self._clear, only_first=True)
+                self._start(SaveStage.CLEARING, self._clear, only_first=True)
             else:  # an Outcome comes only after UNDOING: the next save may write into the same folder at once
-                self._start(Stage.UNDOING, self._undo, only_first=True)
-        elif self.stage is Stage.WRITING:
+                self._start(SaveStage.UNDOING, self._undo, only_first=True)
+        elif self.stage is SaveStage.WRITING:
             reports = self._comm.gather(self._result)
-            self._start(Stage.PUBLISHING, lambda: self._publish(reports or []), only_first=True)
-        elif self.stage is Stage.CLEARING:
+            self._start(SaveStage.PUBLISHING, lambda: self._publish(reports or []), only_first=True)
+        elif self.stage is SaveStage.CLEARING:
             self._start_writing()
         else:
             return self._end(None)
@@ -182,7 +182,7 @@ class Saver:
     def drain(self, most_s: float = math.inf, prunes: bool = True) -> Outcome | None:
         """Wait until the save under way has ended; None if it has not after about `most_s` seconds. `prunes`:
         whether older checkpoints may be removed from now on."""
-        assert self.stage is not Stage.IDLE
+        assert self.stage is not SaveStage.IDLE
         self._prunes, polls = prunes, 0
         while polls * POLL_S < most_s:  # all ranks have the same count, and not the same clock
             polls += 1
@@ -195,7 +195,7 @@ class Saver:
 
     # ---- the stages' work
 
-    def _start(self, stage: Stage, work: Callable[[], Any], only_first: bool = False) -> None:
+    def _start(self, stage: SaveStage, work: Callable[[], Any], only_first: bool = False) -> None:
         """Enter a stage. Its work runs on a thread: a disk may be slow, and a rank that does not answer
         meanwhile ends the run."""
         self.stage, self._result, self._status, self._thread = stage, None, DONE, None
@@ -215,7 +215,7 @@ class Saver:
 
     def _start_writing(self) -> None:
         """What no snapshot has is read from the device, after the step that is under way there."""
-        self._start(Stage.WRITING, in_order(self._comm.device, self._write))
+        self._start(SaveStage.WRITING, in_order(self._comm.device, self._write))
 
     def _write(self) -> Report:
         self._aside.parent.mkdir(parents=True, exist_ok=True)
@@ -324,7 +324,7 @@ class Saver:
         return problem
 
     def _end(self, problem: str | None) -> Outcome:
-        self.stage, self._items, self._thread, self._result = Stage.IDLE, [], None, None
+        self.stage, self._items, self._thread, self._result = SaveStage.IDLE, [], None, None
         return Outcome(self._final, problem, time.monotonic() - self._begun_s)
 
 

@@ -35,7 +35,7 @@ class Item(NamedTuple):
         return f"{self.kind}:{self.box.name}@{','.join(map(str, self.box.offset))}"
 
 
-class Place(NamedTuple):
+class Extent(NamedTuple):
     """An item's bytes in its file, and their checksums."""
 
     start: int
@@ -49,7 +49,7 @@ def write(path: Path, rank: int, items: list[Item]) -> Report:
     if not items:
         return Report()
     head = header(items)
-    at, places = len(head), list[Place]()
+    at, places = len(head), list[Extent]()
     with path.open("wb", buffering=0) as file:
         _write(file.fileno(), head)
         for item in items:
@@ -60,7 +60,7 @@ def write(path: Path, rank: int, items: list[Item]) -> Report:
     return report_of(rank, head, items, places)
 
 
-def _put(descriptor: int, item: Item, at: int) -> Place:
+def _put(descriptor: int, item: Item, at: int) -> Extent:
     """Write an item's bytes, which begin at `at`. (A function of its own, so that no item's values are in
     memory when those of the next are made.)"""
     values = item.values()
@@ -69,10 +69,10 @@ def _put(descriptor: int, item: Item, at: int) -> Place:
         piece = data[start:start + PIECE]
         crc = zlib.crc32(piece, crc)
         _write(descriptor, piece)
-    return Place(at, len(data), crc, checksum(values, item.box))
+    return Extent(at, len(data), crc, checksum(values, item.box))
 
 
-def report_of(rank: int, head: bytes, items: list[Item], places: list[Place]) -> Report:
+def report_of(rank: int, head: bytes, items: list[Item], places: list[Extent]) -> Report:
     """The report on a rank's file. `places`: one for each item, in the same order."""
     report = Report(places[-1].start + places[-1].size, (len(head), zlib.crc32(head)))
     boxes: dict[Box, dict[str, tuple[int, int]]] = {}

@@ -79,5 +79,5 @@ def _clean(root: Path, age: str, as_json: bool) -> None:
     print(cache.show_cleaned(root, removed, kept))
 
 
-def _plain(entry: cache.Entry) -> dict[str, Any]:
+def _plain(entry: cache.CacheEntry) -> dict[str, Any]:
     return {**asdict(entry), "folder": str(entry.folder)}

@@ -116,8 +116,8 @@ def check(config: of.ConfigPath, overrides: of.Overrides = None, devices: of.Dev
         gc.enable()  # advice makes one plan after the other
         from threed.prediction import fit
 
-        asked = fit.Asked(hardware, parse_memory(memory) if memory is not None else None,
-                          advise or memory is not None, terminal())
+        asked = fit.FitRequest(hardware, parse_memory(memory) if memory is not None else None,
+                               advise or memory is not None, terminal())
         found, texts, small = fit.fit(loaded, asked, _progress)
         checked |= found
         checked["ok"] = small is None

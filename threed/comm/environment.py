@@ -30,7 +30,7 @@ RESTARTS = ("THREED_RESTARTS", "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUN
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlace:
     """One rank among all."""
 
     rank: int
@@ -39,7 +39,7 @@ class Place:
     world_size: int
 
 
-def place_of_environment(env: Mapping[str, str] = os.environ) -> Place | None:
+def place_of_environment(env: Mapping[str, str] = os.environ) -> RankPlace | None:
     """A rank's place; None where this process starts all ranks. Under srun it also sets RANK, WORLD_SIZE and
     MASTER_PORT, which torch reads."""
     if "LOCAL_RANK" in env:
@@ -51,7 +51,7 @@ def place_of_environment(env: Mapping[str, str] = os.environ) -> Place | None:
         world = _number(env, "SLURM_NTASKS")
         os.environ.update(RANK=env["SLURM_PROCID"], WORLD_SIZE=str(world),
                           MASTER_PORT=env.get("MASTER_PORT", str(PORT)))
-        return Place(_number(env, "SLURM_PROCID"), _number(env, "SLURM_LOCALID"), _tasks_here(env), world)
+        return RankPlace(_number(env, "SLURM_PROCID"), _number(env, "SLURM_LOCALID"), _tasks_here(env), world)
     _refuse_part(env)
     return None
 
@@ -135,15 +135,15 @@ def _refuse_part(env: Mapping[str, str]) -> None:
                              "with NNODES, NODE_RANK and MASTER_ADDR, or use torchrun or srun")
 
 
-def _rank(env: Mapping[str, str]) -> Place:
+def _rank(env: Mapping[str, str]) -> RankPlace:
     missing = [name for name in ("RANK", "WORLD_SIZE") if name not in env]
     if missing:
         raise InputError(f"LOCAL_RANK={env['LOCAL_RANK']} is in the environment, but not "
                          f"{' and '.join(missing)}: torchrun sets all three. Unset LOCAL_RANK to start all "
                          "ranks here")
     world = _number(env, "WORLD_SIZE")
-    place = Place(_number(env, "RANK"), _number(env, "LOCAL_RANK"), _number(env, "LOCAL_WORLD_SIZE", world),
-                  world)
+    place = RankPlace(_number(env, "RANK"), _number(env, "LOCAL_RANK"),
+                      _number(env, "LOCAL_WORLD_SIZE", world), world)
     for name, number, least, most in (("RANK", place.rank, "WORLD_SIZE", place.world_size),
                                       ("LOCAL_RANK", place.local_rank, "LOCAL_WORLD_SIZE", place.local_size),
                                       ("LOCAL_RANK", place.local_rank, "RANK + 1", place.rank + 1),

@@ -6,7 +6,7 @@ from threed.config.keys.deepspeed import DEEPSPEED
 from threed.config.keys.megatron import MEGATRON
 from threed.config.keys.megatron_values import RANKS
 from threed.config.keys.peft import PEFT
-from threed.config.keys.table import NO_KEY, NOTHING, Framework, Row
+from threed.config.keys.table import NO_KEY, NOTHING, Framework, Key
 from threed.config.keys.torchtitan import TORCHTITAN
 
 # Words that are everyone's and not Megatron-LM's, though its scripts are read with them: options of
@@ -36,6 +36,6 @@ def ours(key: str) -> str | None:
     return None
 
 
-def _instead(framework: Framework, key: str, row: Row) -> str:
+def _instead(framework: Framework, key: str, row: Key) -> str:
     there_is = row.ours.startswith((NO_KEY, NOTHING))
     return f"for {framework.name}'s {key} {'there is' if there_is else 'use'} {row.ours}"

@@ -77,7 +77,7 @@ def use(prefix: str | Path) -> TextIO | None:
 
 
 @dataclass(frozen=True)
-class Entry:
+class CacheEntry:
     """A set of prepared data."""
 
     folder: Path
@@ -89,7 +89,7 @@ class Entry:
     in_use: bool
 
 
-def entries(root: Path) -> list[Entry]:
+def entries(root: Path) -> list[CacheEntry]:
     """The prepared data in a cache, those used last first."""
     found = []
     for folder in root.iterdir() if root.is_dir() else ():
@@ -99,15 +99,15 @@ def entries(root: Path) -> list[Entry]:
     return sorted(found, key=lambda entry: entry.age_s)
 
 
-def _entry(folder: Path) -> Entry:
+def _entry(folder: Path) -> CacheEntry:
     meta: dict[str, Any] = {}
     with contextlib.suppress(OSError, ValueError):
         value = json.loads((folder / META).read_text())
         meta = value if isinstance(value, dict) else {}
     used = (folder / META if (folder / META).exists() else folder).stat().st_mtime
     size = sum(path.stat().st_size for path in folder.iterdir())
-    return Entry(folder, str(meta.get("source", "? (damaged)")), str(meta.get("tokenizer", "?")),
-                 meta.get("num_tokens", 0), size, max(0.0, time.time() - used), _is_used(folder))
+    return CacheEntry(folder, str(meta.get("source", "? (damaged)")), str(meta.get("tokenizer", "?")),
+                      meta.get("num_tokens", 0), size, max(0.0, time.time() - used), _is_used(folder))
 
 
 def _is_used(folder: Path) -> bool:
@@ -119,7 +119,7 @@ def _is_used(folder: Path) -> bool:
     return False
 
 
-def clean(root: Path, age_s: float) -> tuple[list[Entry], list[Entry]]:
+def clean(root: Path, age_s: float) -> tuple[list[CacheEntry], list[CacheEntry]]:
     """Remove prepared data that were not used for `age_s`, and killed builds. Returns (removed, what would be
     old enough and is in use)."""
     remove_stale(root)
@@ -148,7 +148,7 @@ def _show_age(age_s: float) -> str:
     return f"{age_s / _UNITS_S[unit]:.0f}{unit}"
 
 
-def show(root: Path, found: list[Entry]) -> str:
+def show(root: Path, found: list[CacheEntry]) -> str:
     """A table of prepared data."""
     lines = [f"{'size':>10}  {'tokens':>8}  {'unused for':>10}  source (tokenizer), folder in {root}"]
     for entry in found:
@@ -159,7 +159,7 @@ def show(root: Path, found: list[Entry]) -> str:
     return "\n".join([*lines, f"{total:>10}  in all"]) if found else f"{root} holds no prepared data"
 
 
-def show_cleaned(root: Path, removed: list[Entry], kept: list[Entry]) -> str:
+def show_cleaned(root: Path, removed: list[CacheEntry], kept: list[CacheEntry]) -> str:
     """What `clean` has done."""
     lines = [f"removed {entry.folder} ({entry.source}), {show_bytes(entry.size)}" for entry in removed]
     lines += [f"kept {entry.folder} ({entry.source}): in use" for entry in kept]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from threed.base.errors import InputError
-from threed.data.corpus import Segment, Segments
+from threed.data.corpus import Segments, TextSegment
 from threed.data.place import CONFIG, read_object, tokenizer_file
 from threed.data.rows import BadRow
 from threed.schema import DataConfig
@@ -23,7 +23,7 @@ BESIDE = "chat_template.jinja"  # beside tokenizer.json, or in the field chat_te
 _ANSWER = "threed"  # that no template writes by itself
 
 
-class Template:
+class ChatTemplate:
     """A chat template as Hugging Face tokenizers have it: Jinja, with the same settings and functions."""
 
     def __init__(self, data: DataConfig):
@@ -79,8 +79,8 @@ class Template:
                              "be told; give another data.chat_template, or one turn a conversation")
             answer = answered[len(prompt):]
             said = answer.rstrip()
-            segments += [Segment(prompt[len(done):], False), Segment(said, True),
-                         Segment(answer[len(said):], False)]
+            segments += [TextSegment(prompt[len(done):], False), TextSegment(said, True),
+                         TextSegment(answer[len(said):], False)]
             done = answered
         return [segment for segment in segments if segment.text]
 

@@ -24,17 +24,17 @@ TOOLS = "tools"  # the field beside the messages of a chat that describes the to
 _LOOK_ROWS = 100_000  # after a bad row, for how many are like it
 
 
-class Segment(NamedTuple):
+class TextSegment(NamedTuple):
     text: str
     counts: bool = True  # in the loss
 
 
-Segments = list[Segment]
+Segments = list[TextSegment]
 # Chat messages, the tools that they may call, and where they are -> their segments.
 Render = Callable[[list[dict[str, Any]], list[Any] | None, str], Segments]
 
 
-class Reader(NamedTuple):
+class RowReader(NamedTuple):
     """How a row becomes a document."""
 
     fields: tuple[str, ...]  # that it reads
@@ -44,29 +44,29 @@ class Reader(NamedTuple):
     skips: int | None = None  # how many bad rows are left out, at most; None: none is
 
 
-def text_reader(text_key: str) -> Reader:
+def text_reader(text_key: str) -> RowReader:
     def parse(value: Row, where: str) -> Segments:
-        return [Segment(text_of(value, text_key, "data.text_key", where))]
+        return [TextSegment(text_of(value, text_key, "data.text_key", where))]
 
-    return Reader((text_key,), parse, True)
+    return RowReader((text_key,), parse, True)
 
 
-def reader_of(data: DataConfig, render: Render | None = None) -> Reader:
+def reader_of(data: DataConfig, render: Render | None = None) -> RowReader:
     """`render`: with data.loss_mask=chat."""
     reader = text_reader(data.text_key)
     if data.loss_mask == "answers":
-        reader = Reader((data.prompt_key, data.answer_key), _answers(data), False)
+        reader = RowReader((data.prompt_key, data.answer_key), _answers(data), False)
     elif data.loss_mask == "chat":
         assert render is not None
-        reader = Reader((data.messages_key,), _chat(data, render), False, (TOOLS,))
+        reader = RowReader((data.messages_key,), _chat(data, render), False, (TOOLS,))
     return reader._replace(skips=data.bad_rows_limit if data.on_bad_row == "skip" else None)
 
 
 def _answers(data: DataConfig) -> Callable[[Row, str], Segments]:
     def parse(value: Row, where: str) -> Segments:
         keys = data.prompt_key, data.answer_key
-        return [Segment(text_of(value, keys[0], "data.prompt_key", where, keys), False),
-                Segment(text_of(value, keys[1], "data.answer_key", where, keys))]
+        return [TextSegment(text_of(value, keys[0], "data.prompt_key", where, keys), False),
+                TextSegment(text_of(value, keys[1], "data.answer_key", where, keys))]
 
     return parse
 
@@ -120,7 +120,8 @@ def documents(source: str, text_key: str) -> Iterator[str]:
         yield segments[0].text
 
 
-def read(source: str, reader: Reader, say: Callable[[str], None] = lambda line: None) -> Iterator[Segments]:
+def read(source: str, reader: RowReader,
+         say: Callable[[str], None] = lambda line: None) -> Iterator[Segments]:
     """The documents of a source, as `documents`. Those of which nothing counts are left out, too. `say` gets
     a line about all that was left out, at the end."""
     listing = list_files(source)
@@ -159,14 +160,14 @@ def read(source: str, reader: Reader, say: Callable[[str], None] = lambda line: 
         say(f"data.source={source}: documents are left out: {empty}")
 
 
-def _of_file(path: Path, reader: Reader, bad: LeftOut, skipped: LeftOut,
+def _of_file(path: Path, reader: RowReader, bad: LeftOut, skipped: LeftOut,
              good: int) -> Iterator[tuple[Segments, str]]:
     """(document, where it is) of a file. `good`: how many documents were read before it. Adds to `bad` and
     `skipped` what is left out."""
     if not holds_rows(path):
         text = _text(path, skipped)
         if text is not None:
-            yield [Segment(text)], str(path)
+            yield [TextSegment(text)], str(path)
         return
     if not path.stat().st_size:
         return
@@ -187,7 +188,7 @@ def _of_file(path: Path, reader: Reader, bad: LeftOut, skipped: LeftOut,
                                  f"{'' if good + fine else _advice(parsed)}")
 
 
-def _parsed(reader: Reader, value: Row | BadRow, where: str) -> Segments | BadRow:
+def _parsed(reader: RowReader, value: Row | BadRow, where: str) -> Segments | BadRow:
     if isinstance(value, BadRow):
         return value
     try:
@@ -196,7 +197,7 @@ def _parsed(reader: Reader, value: Row | BadRow, where: str) -> Segments | BadRo
         return error
 
 
-def _explained(first: BadRow, path: Path, reader: Reader, rest: Iterator[tuple[Row | BadRow, str]],
+def _explained(first: BadRow, path: Path, reader: RowReader, rest: Iterator[tuple[Row | BadRow, str]],
                before: int, good: int) -> InputError:
     """The error of a bad row: with how many rows of its file are like it, and what to do. `before`: good rows
     of the file; `good`: of the source."""

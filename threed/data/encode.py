@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 import numpy as np
 
 from threed.base.quantity import show_left, show_many, show_seconds
-from threed.data.chat import Template
+from threed.data.chat import ChatTemplate
 from threed.data.corpus import Segments, read, reader_of, source_bytes
 from threed.data.files import STDLIB
 from threed.schema import DataConfig
@@ -23,7 +23,7 @@ BATCH_CHARS = 2**22
 
 def documents_of(data: DataConfig, say: Callable[[str], None] = lambda line: None) -> Iterator[Segments]:
     """The documents of `data.source`. `say` gets lines about what was left out."""
-    template = Template(data) if data.loss_mask == "chat" else None
+    template = ChatTemplate(data) if data.loss_mask == "chat" else None
     return read(data.source, reader_of(data, template.render if template is not None else None), say)
 
 

@@ -18,7 +18,7 @@ import numpy as np
 Runs = np.ndarray  # int64 [runs, 2]: first token, number of inputs
 
 
-class Stream:
+class WindowStream:
     """Consecutive windows of tokens [start, stop), which do not overlap."""
 
     padded = 0  # inputs of all windows together that are padding
@@ -106,7 +106,7 @@ def _open(open_bins: dict[int, list[np.ndarray]], rooms: list[int], left: int, w
     open_bins.setdefault(left, []).append(which)
 
 
-def efficiency(layouts: Sequence[Stream | BestFit]) -> float:
+def efficiency(layouts: Sequence[WindowStream | BestFit]) -> float:
     """The share of inputs that are no padding."""
     whole = sum(each.num_windows * each.seq_len for each in layouts)
     return 1.0 - sum(each.padded for each in layouts) / whole if whole else 1.0

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from threed.base.errors import InputError
-from threed.data.chat import BESIDE, CONFIG, Template, templates
+from threed.data.chat import BESIDE, CONFIG, ChatTemplate, templates
 from threed.data.keeping import home_of
 from threed.data.sampling import TOKENIZER
 from threed.data.tokenizer import Tokenizer, keep_end
@@ -57,12 +57,12 @@ def encode(tokenizer: Tokenizer, prompts: Sequence[str], data: DataConfig, model
     return Prompts(encoded, min(model.vocab, tokenizer.vocab_size), tuple(ends))
 
 
-def _template(data: DataConfig, needed: bool) -> Template | None:
+def _template(data: DataConfig, needed: bool) -> ChatTemplate | None:
     """The chat template of a run's data. InputError where it is needed and there is none."""
     if not needed and not templates(data):
         return None
     try:
-        return Template(data)
+        return ChatTemplate(data)
     except InputError:
         if needed:
             raise

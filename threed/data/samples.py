@@ -26,7 +26,7 @@ from threed.base.errors import InputError
 from threed.base.hashing import shuffled
 from threed.data.cache import use
 from threed.data.kinds import HEAD_BYTES, stand_in
-from threed.data.packing import BestFit, Runs, Stream, cut
+from threed.data.packing import BestFit, Runs, WindowStream, cut
 from threed.schema import DataConfig
 from threed.spec.parameter import NOT_COUNTED
 
@@ -186,7 +186,8 @@ class Split:
         self._mask = tokens.mask if data.loss_mask != "none" else None
         self.cut_off = self.dropped = 0  # answers of which a part, or all, is beyond their window
         self.parted = 0  # documents of best-fit that are cut into windows
-        self.layout = Stream(start, stop, seq_len) if data.packing == "stream" else self._packed(start, stop)
+        self.layout = (WindowStream(start, stop, seq_len) if data.packing == "stream"
+                       else self._packed(start, stop))
         self.num_windows = self.layout.num_windows
 
     def _packed(self, start: int, stop: int) -> BestFit:

@@ -38,7 +38,7 @@ from threed.base.errors import InputError
 from threed.base.hashing import splitmix64
 from threed.base.quantity import show_bytes, show_count, show_many, show_seconds
 from threed.data.cache import cache_root, open_scratch, remove_stale
-from threed.data.chat import Template
+from threed.data.chat import ChatTemplate
 from threed.data.corpus import fingerprint, not_read, source_bytes
 from threed.data.encode import documents_of, encode
 from threed.data.in_place import look_at, megatron_prefix
@@ -128,7 +128,7 @@ def _prepare(data: DataConfig, whole: Sequence[DataConfig], model: ModelConfig,
         progress(f"threed: warning: {line}")
     if (size := source_bytes(data.source)) > _LONG_BYTES:
         progress(f"reading {show_bytes(size)} of {data.source}, to see whether they are prepared")
-    template = Template(data) if data.loss_mask == "chat" else None
+    template = ChatTemplate(data) if data.loss_mask == "chat" else None
     content = content_of(data.source, _becomes(data, template))
     path = None if data.tokenizer == "bpe" else tokenizer_file(data.tokenizer)
     name = f"bpe {model.vocab}"
@@ -171,7 +171,7 @@ def _skipping(data: DataConfig) -> tuple[object, ...]:
     return ("skip", data.bad_rows_limit) if data.on_bad_row == "skip" else ()
 
 
-def _becomes(data: DataConfig, template: Template | None) -> str:
+def _becomes(data: DataConfig, template: ChatTemplate | None) -> str:
     """All that decides which document a line of JSONL becomes."""
     if data.loss_mask == "none":
         return data.text_key

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from threed.comm.environment import Place
+from threed.comm.environment import RankPlace
 
 SIGN_S = 2.0  # between two signs of life; as often, rank 0 looks for those of all machines
 SILENCE_S = 30.0  # less may be a loose cable, or TCP that resends
@@ -31,7 +31,7 @@ LEFT = "left"  # the last sign of life
 class Machines:
     """Signs of life of machines, for the first rank of one of them."""
 
-    def __init__(self, place: Place, poll_s: float):
+    def __init__(self, place: RankPlace, poll_s: float):
         """`poll_s`: the time from one call of `look` to the next, at least."""
         self._rank, self._every_s = place.rank, max(SIGN_S, poll_s)
         self._signs = 0
@@ -92,7 +92,7 @@ class Neighbour:
     """The next rank on this machine, as a process. Where its process cannot be seen from here, such as in
     another container, nothing is watched."""
 
-    def __init__(self, place: Place):
+    def __init__(self, place: RankPlace):
         step = 1 if place.local_rank + 1 < place.local_size else 1 - place.local_size
         self._mine, self._rank = place.rank, place.rank + step
         self._where = f" on {socket.gethostname()}" if place.local_size < place.world_size else ""

@@ -19,7 +19,7 @@ class Clock(Protocol):
         """The moment at which all work issued so far is done."""
         ...
 
-    def reader(self, begin: Any, end: Any) -> Reader:
+    def reader(self, begin: Any, end: Any) -> MarkReader:
         """A reader of the marks since the last call, of which `begin` is the first and `end` the last."""
         ...
 
@@ -28,7 +28,7 @@ class Clock(Protocol):
         ...
 
 
-class Reader(Protocol):
+class MarkReader(Protocol):
     at_once = True  # whether it waits for nothing
 
     def __enter__(self) -> Callable[[Any], float]:

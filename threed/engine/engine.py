@@ -42,7 +42,7 @@ from threed.tensor.context import Batch, Context
 from threed.tensor.fused import Fused
 from threed.tensor.layers import WeightGrads
 from threed.tensor.random import Draw, draw
-from threed.tensor.saving import Saving
+from threed.tensor.saving import SavingPolicy
 
 
 class Engine:
@@ -58,7 +58,7 @@ class Engine:
         self.zero = ZeroRun(config, comm, table, self.states, shared)
         parameters = {name: p for state in self.states.values() for name, p in state.parameters.items()}
         dtype = self.zero.precision.compute
-        self.saving = Saving(config.pieces)
+        self.saving = SavingPolicy(config.pieces)
         activation = ActivationRun(comm, table, shared, dtype)
         offload = OffloadRun(comm, table, shared, dtype, self.states)
         self.graphs = GraphRun(graphs(plan, position).turns, self.states, weight_grads,

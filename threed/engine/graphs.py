@@ -28,7 +28,7 @@ from threed.base.errors import InputError, RunError
 from threed.comm.group import Group
 from threed.comm.lanes import Handle
 from threed.features.zero.state import UnitState
-from threed.program.graphs import PROGRAM, Key, Turn
+from threed.program.graphs import PROGRAM, GraphKey, Turn
 from threed.tensor.context import Batch
 from threed.tensor.layers import WeightGrads
 
@@ -36,7 +36,7 @@ Tensors = Sequence[torch.Tensor | None]
 WARM_STEPS = 1  # steps without graphs: libraries load, and pieces are compiled
 
 
-class Piece(Protocol):
+class GraphPiece(Protocol):
     """One CUDA graph."""
 
     empty: bool  # whether nothing was recorded, as between two collectives
@@ -57,7 +57,7 @@ class Recorder(Protocol):
         """A set's memory."""
         ...
 
-    def piece_of(self, pool: Any) -> Piece:
+    def piece_of(self, pool: Any) -> GraphPiece:
         """A graph of which all that it makes goes to this memory."""
         ...
 
@@ -139,7 +139,7 @@ class _Record:
     outputs: list[torch.Tensor | None] = field(default_factory=list)
     gradients: list[tuple[UnitState, int]] = field(default_factory=list)  # to which it adds, in order
     memory: Any = None  # where its parameters and gradients were
-    _piece: Piece | None = None
+    _piece: GraphPiece | None = None
 
     def begin(self) -> None:
         self._piece = self.recorder.piece_of(self.pool)
@@ -183,7 +183,7 @@ class GraphRun:
         self.turns, self.states, self.weight_grads = turns, states, weight_grads
         self.recorder = recorder_of(device)
         self._pools: dict[tuple[int, int], Any] = {}
-        self._records: dict[Key, _Record] = {}
+        self._records: dict[GraphKey, _Record] = {}
         self._origin: dict[int, tuple[int, int, int]] = {}  # address -> stage, set and variant of an output
         self._batches: dict[tuple[int, int], tuple[int, Batch]] = {}  # set -> micro-batch, its data
         self._program, self._steps = "", 0

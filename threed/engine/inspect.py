@@ -27,7 +27,7 @@ class Finding(NamedTuple):
     text: str
 
 
-class Result(NamedTuple):
+class InstructionResult(NamedTuple):
     """One result of an instruction."""
 
     phase: int
@@ -39,7 +39,7 @@ class Result(NamedTuple):
 _TENSORS = ("act", "grad", "loss")  # kinds of slots that hold tensors, besides those of `table.handed`
 
 
-def results(engine: Engine, instruction: Instruction, slots: Slots) -> Iterator[Result]:
+def results(engine: Engine, instruction: Instruction, slots: Slots) -> Iterator[InstructionResult]:
     """The results of a forward or backward; at CLIP the reduced gradients, first the part that this rank
     summed."""
     op, unit, *_ = instruction
@@ -49,8 +49,8 @@ def results(engine: Engine, instruction: Instruction, slots: Slots) -> Iterator[
             whole = state.gradient_prev if instruction.gradients == "wait" else state.gradient
             start, stop = (at - state.owned[0] for at in state.shard)
             for values in (whole[start:stop], whole) if stop - start < len(whole) else (whole,):
-                yield Result(2, p, f"sum over ranks of the gradient of p{p} ({table.parameters[p].name})",
-                             values)
+                name = f"sum over ranks of the gradient of p{p} ({table.parameters[p].name})"
+                yield InstructionResult(2, p, name, values)
     if op != Op.FORWARD and op not in BACKWARDS:
         return
     effect, forward = effects(instruction, table, engine.position), op == Op.FORWARD
@@ -58,10 +58,10 @@ def results(engine: Engine, instruction: Instruction, slots: Slots) -> Iterator[
     for slot in (*effect.writes, *effect.adds):
         what = "gradient" if not forward else "loss" if slot.kind == "loss" else "output"
         if slot.kind in _TENSORS or slot.kind in table.handed:
-            yield Result(*place, f"{what} of {of}", slots.get(slot))
+            yield InstructionResult(*place, f"{what} of {of}", slots.get(slot))
         elif slot.kind == "wgrad":
             for values in engine.states[slot.unit].written():
-                yield Result(*place, f"{what} of {of}", values)
+                yield InstructionResult(*place, f"{what} of {of}", values)
 
 
 def phase_of(instruction: Instruction) -> int:

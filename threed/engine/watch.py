@@ -22,8 +22,8 @@ from typing import Any
 
 from threed.base.console import flush, say
 from threed.base.quantity import show_seconds
-from threed.base.restart import Steps
-from threed.comm.environment import Place
+from threed.base.restart import RankSteps
+from threed.comm.environment import RankPlace
 from threed.comm.group import Comm
 from threed.comm.rendezvous import FAILURE as KEY
 from threed.comm.rendezvous import POLLS
@@ -72,14 +72,15 @@ def _leave(status: int) -> None:
 
 
 class Watch:
-    def __init__(self, rank: int, store: Any, timeout_s: float, ranks: int = 1, place: Place | None = None):
+    def __init__(self, rank: int, store: Any, timeout_s: float, ranks: int = 1,
+                 place: RankPlace | None = None):
         """`store`: where the `ranks` ranks of the run meet. `place`: of a rank that watches other processes
         and machines, since no launcher of threed's does."""
         self.rank, self._store, self._timeout_s = rank, own_client(store), timeout_s
         self._least_s = ranks / POLLS
         self.poll_s = max(POLL_S, self._least_s)
         self.step = 0  # the step under way; 0: none yet
-        self.pace = Steps(1).of(0)
+        self.pace = RankSteps(1).of(0)
         self.first: int | None = None  # the first step, on the rank that gives signs of life while it runs
         self._sign_s = SIGN_S
         self.engine: Engine | None = None

@@ -20,7 +20,7 @@ from threed.monitor.run import Run
 from threed.monitor.timeline import Span, on_one_clock, spans
 from threed.monitor.traces import read_run
 from threed.planner import make_mesh
-from threed.prediction.contention import Priced
+from threed.prediction.contention import PricedPlan
 from threed.prediction.hardware import Hardware
 from threed.prediction.peak import Temporaries, temporaries_of
 from threed.prediction.verb import document
@@ -28,7 +28,7 @@ from threed.program.costs import FILE as COSTS
 from threed.program.costs import device_of
 from threed.program.instruction import COMPUTE, Instruction
 from threed.program.order import plan_links
-from threed.program.picture import Block, blocks
+from threed.program.picture import DrawnOp, blocks
 from threed.program.summary import activations, alive_bytes
 from threed.program.table import Plan
 from threed.schema import Config
@@ -37,11 +37,11 @@ MOST_BOXES = 40_000  # in all lanes of a page; a browser draws those of some pos
 MOST_COMPUTED = 12_000  # in the picture of the compute lanes, which are drawn together
 LAST = 10  # steps at the end of a run, of which measured numbers are means
 
-Lanes = dict[str, list[Block]]  # lane -> its blocks, in order
+Lanes = dict[str, list[DrawnOp]]  # lane -> its blocks, in order
 Waits = dict[str, list[Span]]  # lane -> its waits
 
 
-class Timeline(NamedTuple):
+class LaneTimeline(NamedTuple):
     """When each lane of some positions was busy."""
 
     title: str
@@ -54,7 +54,7 @@ class Content:
     """A plan with the costs of its instructions, and the run that it belongs to, if there is one."""
 
     config: Config
-    priced: Priced
+    priced: PricedPlan
     machine: Hardware
     run: Run | None = None
     notes: list[str] = field(default_factory=list)  # what is left out, and why
@@ -110,17 +110,17 @@ class Content:
         start, end = ([slower * at for at in times[position]] for times in (when.start, when.end))
         return start, end
 
-    def timeline(self, positions: Sequence[int]) -> Timeline:
+    def timeline(self, positions: Sequence[int]) -> LaneTimeline:
         """The predicted step."""
         lanes = {}
         for position in positions:
             linked, (start, end) = plan_links(self.plan, "train")[position], self.times(position)
             lanes[position] = self._lanes(linked.program, [form.effect.lane for form in linked.forms],
                                           start, end)
-        return Timeline(f"predicted ({self.source})", lanes, {})
+        return LaneTimeline(f"predicted ({self.source})", lanes, {})
 
     @cached_property
-    def measured(self) -> Timeline | None:
+    def measured(self) -> LaneTimeline | None:
         """A typical step of the ranks of dp 0 and tp 0; None where none was traced."""
         if self.run is None:
             return None
@@ -142,7 +142,7 @@ class Content:
                 lanes[position] = self._lanes(rank.program, rank.lanes, trace.started, trace.ended)
                 waiting = [span for span in spans(rank, trace) if span.waits]
                 waits[position] = _by_lane(waiting, lambda span: span.lane)
-        return Timeline(f"measured in step {step}, on the ranks of dp 0 and tp 0", lanes, waits)
+        return LaneTimeline(f"measured in step {step}, on the ranks of dp 0 and tp 0", lanes, waits)
 
     @cached_property
     def drawn(self) -> list[int]:

@@ -16,7 +16,7 @@ CONFIG = {"displaylogo": False, "responsive": True, "scrollZoom": False, "showSe
           "modeBarButtonsToRemove": ["select2d", "lasso2d", "autoScale2d"]}
 
 
-class Unit(NamedTuple):
+class AxisUnit(NamedTuple):
     """What the numbers of an axis are divided by, and its name."""
 
     size: float
@@ -26,19 +26,19 @@ class Unit(NamedTuple):
         return [value / self.size for value in values]
 
 
-def byte_unit(largest: float) -> Unit:
+def byte_unit(largest: float) -> AxisUnit:
     """The binary unit in which an axis up to so many bytes has readable numbers."""
     for power, name in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
         if largest >= 2**power:
-            return Unit(2.0**power, name)
-    return Unit(1.0, "B")
+            return AxisUnit(2.0**power, name)
+    return AxisUnit(1.0, "B")
 
 
-def time_unit(largest_s: float) -> Unit:
+def time_unit(largest_s: float) -> AxisUnit:
     for size, name in ((1.0, "s"), (1e-3, "ms")):
         if largest_s >= 2 * size:
-            return Unit(size, name)
-    return Unit(1e-6, "us")
+            return AxisUnit(size, name)
+    return AxisUnit(1e-6, "us")
 
 
 def plotly() -> tuple[Any, Any]:

@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from threed.html_report.content import Content, Timeline
-from threed.html_report.drawing import FAINT, LINE, Unit, finish, paler, plotly, time_unit
+from threed.html_report.content import Content, LaneTimeline
+from threed.html_report.drawing import FAINT, LINE, AxisUnit, finish, paler, plotly, time_unit
 from threed.program.picture import COLORS
 
 ROWS = 30  # of lanes that are shown at a time
@@ -23,7 +23,7 @@ class Bar(NamedTuple):
     number: str  # written into it
 
 
-class Rows(NamedTuple):
+class Panel(NamedTuple):
     """What one panel of a timeline shows."""
 
     names: list[str]
@@ -55,13 +55,13 @@ def _label(positions: Sequence[int]) -> str:
     return f"pp{positions[0]}" if len(positions) == 1 else f"pp{positions[0]} to pp{positions[-1]}"
 
 
-def _timelines(content: Content, positions: Sequence[int]) -> list[Timeline]:
+def _timelines(content: Content, positions: Sequence[int]) -> list[LaneTimeline]:
     predicted = content.timeline(positions)
     measured = content.measured
     return [predicted] if measured is None else [predicted, measured]
 
 
-def _lanes(timelines: Sequence[Timeline], position: int) -> list[str]:
+def _lanes(timelines: Sequence[LaneTimeline], position: int) -> list[str]:
     """The lanes of a position in which something takes time: compute first."""
     names = {lane for timeline in timelines
              for kinds in (timeline.lanes, timeline.waits)
@@ -69,8 +69,8 @@ def _lanes(timelines: Sequence[Timeline], position: int) -> list[str]:
     return sorted(names, key=lambda lane: (lane != "compute", lane))
 
 
-def _rows(timeline: Timeline, positions: Sequence[int], only: Sequence[str] | None,
-          lanes: dict[int, list[str]] | None = None) -> Rows:
+def _rows(timeline: LaneTimeline, positions: Sequence[int], only: Sequence[str] | None,
+          lanes: dict[int, list[str]] | None = None) -> Panel:
     names: list[str] = []
     bars: dict[tuple[str, int], list[Bar]] = defaultdict(list)
     for position in positions:
@@ -83,10 +83,10 @@ def _rows(timeline: Timeline, positions: Sequence[int], only: Sequence[str] | No
                 number = str(block.microbatch) if block.microbatch >= 0 else ""
                 bars[str(block.op), block.microbatch % 2].append(
                     Bar(row, block.begin, block.end - block.begin, block.name, number))
-    return Rows(names, bars)
+    return Panel(names, bars)
 
 
-def _draw(groups: list[list[tuple[str, Rows]]], labels: Sequence[str], height: int, step_s: float) -> Any:
+def _draw(groups: list[list[tuple[str, Panel]]], labels: Sequence[str], height: int, step_s: float) -> Any:
     """A figure with a panel below another for each (title, rows) of a group. `labels`: of the groups, of
     which a menu chooses one. `height`: of a row, in pixels. `step_s`: the predicted step's time."""
     go, make_subplots = plotly()
@@ -118,7 +118,7 @@ def _draw(groups: list[list[tuple[str, Rows]]], labels: Sequence[str], height: i
     return figure.update_layout(_ticks(groups[0]))
 
 
-def _ticks(group: Sequence[tuple[str, Rows]]) -> dict[str, Any]:
+def _ticks(group: Sequence[tuple[str, Panel]]) -> dict[str, Any]:
     """The layout of the vertical axes: the names of rows, from the top down."""
     layout: dict[str, Any] = {}
     for panel, (_, rows) in enumerate(group, 1):
@@ -128,7 +128,7 @@ def _ticks(group: Sequence[tuple[str, Rows]]) -> dict[str, Any]:
     return layout
 
 
-def _traces(go: Any, rows: Rows, unit: Unit, known: set[str]) -> list[Any]:
+def _traces(go: Any, rows: Panel, unit: AxisUnit, known: set[str]) -> list[Any]:
     """A trace an op and shade. `known`: names that the legend has already."""
     import numpy
 

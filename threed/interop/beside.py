@@ -13,7 +13,7 @@ from threed.config.choices import get
 from threed.config.keys.deepspeed import CLIPS_SINCE, DEEPSPEED
 from threed.interop.converted import Converted, convert, shown
 from threed.interop.deepspeed_file import flat_of
-from threed.interop.script import Given
+from threed.interop.script import CommandLine
 from threed.schema import Config
 
 OPTION = "deepspeed_config"
@@ -22,7 +22,7 @@ _OF_FP16 = tuple(f"precision.{key}" for key in ("loss_scale", "initial_loss_scal
                                                 "loss_scale_window", "hysteresis"))
 
 
-def beside(done: Converted, given: Given, overrides: list[str]) -> None:
+def beside(done: Converted, given: CommandLine, overrides: list[str]) -> None:
     """Takes the keys of the file into `done`. InputError where the file is no config of DeepSpeed."""
     name, option = str(given.found[OPTION]), shown(done.framework, OPTION)
     done.dropped.pop(option, None)

@@ -15,7 +15,7 @@ from threed.config import load as configs
 from threed.config.choices import get
 from threed.config.keys.deepspeed import CLIPS_SINCE
 from threed.config.keys.megatron import MEGATRON
-from threed.config.keys.table import NO_KEY, NOTHING, Dropped, Framework, Refused, Row
+from threed.config.keys.table import NO_KEY, NOTHING, Dropped, Framework, Key, Refused
 from threed.interop.script import TYPED
 from threed.interop.shell.opaque import is_open
 from threed.interop.shell.opaque import show as readable
@@ -107,7 +107,7 @@ def _check_names(framework: Framework, unknown: list[str]) -> None:
                              f"{shown(framework, names[near[0]])}?")
 
 
-def _stem(key: str, row: Row | None) -> str:
+def _stem(key: str, row: Key | None) -> str:
     """The section that a row with * stands for; of other keys the key."""
     if row is None or not row.theirs.endswith("*") or "." not in key or row.theirs.endswith(".*"):
         return key
@@ -120,7 +120,7 @@ def shown(framework: Framework, key: str) -> str:
     return "--" + key.replace("_", "-") if framework is MEGATRON else key
 
 
-def _take(done: Converted, origin: dict[str, str], key: str, row: Row | None, value: Any,
+def _take(done: Converted, origin: dict[str, str], key: str, row: Key | None, value: Any,
           given: dict[str, Any]) -> None:
     """One key that was given."""
     if row is None:
@@ -152,7 +152,7 @@ def _take(done: Converted, origin: dict[str, str], key: str, row: Row | None, va
             done.why[ours] = remark
 
 
-def _taken(row: Row, value: Any, given: dict[str, Any]) -> dict[str, Any]:
+def _taken(row: Key, value: Any, given: dict[str, Any]) -> dict[str, Any]:
     """Our keys and values for one of their keys."""
     if row.take is None and row.key is None:
         if row.ours.startswith(NOTHING) and not row.asks(value):
@@ -168,7 +168,7 @@ def _taken(row: Row, value: Any, given: dict[str, Any]) -> dict[str, Any]:
     return taken if isinstance(taken, dict) else {row.key: taken}  # pyright: ignore
 
 
-def _take_default(done: Converted, name: str, row: Row | None, value: Any, given: dict[str, Any]) -> None:
+def _take_default(done: Converted, name: str, row: Key | None, value: Any, given: dict[str, Any]) -> None:
     """One key that was not given, and whose default differs from ours."""
     assert row is not None, name
     try:

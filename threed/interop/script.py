@@ -23,7 +23,7 @@ from threed.config.keys.megatron_switches import is_switch, takes_several
 from threed.interop.launchers import ranks, split
 from threed.interop.shell.opaque import hide, is_opaque, is_open, show
 from threed.interop.shell.parts import Command
-from threed.interop.shell.walk import Walk
+from threed.interop.shell.walk import ScriptWalk
 from threed.interop.shell.words import elements
 
 TYPED = "the options given"
@@ -37,7 +37,7 @@ _FEW, _MOST_NOTES = 3, 6
 
 
 @dataclass
-class Given:
+class CommandLine:
     """`found`: options (with _ for -, and without the dashes) -> values: numbers where they look like some,
     True for an option without one, a list for those that take several. `source`: what the text is called.
     `unknown`: options whose values cannot be known -> why. `read`: the text of a file that
@@ -71,7 +71,7 @@ class _Trainer:
         return f"line {self.command.line} ({show(basename(self.program))})"
 
 
-def options(text: str) -> Given:
+def options(text: str) -> CommandLine:
     """The options of a text, or of the file that it names. InputError where there is no option, or where one
     has too many values."""
     given, text, path = _text_of(text)
@@ -82,7 +82,7 @@ def options(text: str) -> Given:
         text = _PLACE.sub(lambda match: hide("".join(match[0].split())), text)
         first = next((line.strip() for line in text.splitlines()
                       if line.strip() and not line.lstrip().startswith("#")), "")
-        walk = Walk(path)
+        walk = ScriptWalk(path)
         given.read = walk.read
         if first.startswith("-"):
             walk.text(f"OPTIONS=(\n{text}\n)", -1)
@@ -98,7 +98,7 @@ def options(text: str) -> Given:
     return given
 
 
-def _text_of(text: str) -> tuple[Given, str, Path | None]:
+def _text_of(text: str) -> tuple[CommandLine, str, Path | None]:
     if not text.lstrip().startswith("-") and len(text) < _LONGEST and "\n" not in text:
         path = Path(text)
         if path.suffix in (".json", ".toml"):
@@ -106,12 +106,12 @@ def _text_of(text: str) -> tuple[Given, str, Path | None]:
                              f"no {path.suffix[1:].upper()}; threed convert {path} says what becomes of it")
         if path.is_file() or " " not in text.strip():
             try:
-                return Given(str(path)), path.read_text(), path
+                return CommandLine(str(path)), path.read_text(), path
             except (OSError, UnicodeDecodeError) as error:
                 why = getattr(error, "strerror", None) or error
                 raise InputError(f"--megatron {path} cannot be read: {why}; "
                                  "give a file, or the options in quotes, as one text") from None
-    return Given(TYPED), text, None
+    return CommandLine(TYPED), text, None
 
 
 def _of_yaml(text: str, source: str) -> list[str]:
@@ -137,7 +137,7 @@ def _of_yaml(text: str, source: str) -> list[str]:
 # ---------------------------------------------------------------- commands
 
 
-def _of_script(given: Given, walk: Walk) -> None:
+def _of_script(given: CommandLine, walk: ScriptWalk) -> None:
     """Takes the options of the command that trains; else those in variables."""
     given.notes += walk.notes
     trainers = [_Trainer(command, *split(command.words)) for command in walk.commands]
@@ -175,7 +175,7 @@ def _of_script(given: Given, walk: Walk) -> None:
     given.unknown |= {name: _OUTSIDE.format(value) for name, value in unknown.items()}
 
 
-def _of_variables(given: Given, walk: Walk) -> None:
+def _of_variables(given: CommandLine, walk: ScriptWalk) -> None:
     words = {name: _words_of(value) for name, value in walk.words.values.items()}
     words = {name: each for name, each in words.items() if any(word.startswith("--") for word in each)}
     if words:
@@ -184,7 +184,7 @@ def _of_variables(given: Given, walk: Walk) -> None:
     _take(given, [word for each in words.values() for word in each])
 
 
-def _lost(given: Given, walk: Walk, variables: dict[str, list[str]]) -> None:
+def _lost(given: CommandLine, walk: ScriptWalk, variables: dict[str, list[str]]) -> None:
     """Notes about options that look as if they were meant, and that bash does not give to the command."""
     for command in walk.commands:
         if command.words[0].startswith("--") and len(command.words[0]) > 2:
@@ -215,7 +215,7 @@ def _has_key(word: str) -> bool:
 # ---------------------------------------------------------------- options
 
 
-def _take(given: Given, words: list[str]) -> None:
+def _take(given: CommandLine, words: list[str]) -> None:
     """Takes the options of a command into `given`."""
     groups, lost = _groups(words)
     for word in lost:

@@ -30,7 +30,7 @@ from threed.base import signals as early
 from threed.base.console import RECORD, flush, put_error, say
 from threed.base.errors import InputError, RunError, ThreedError
 from threed.comm import forks
-from threed.comm.environment import PORT, Place, endpoint, place_of_environment
+from threed.comm.environment import PORT, RankPlace, endpoint, place_of_environment
 from threed.comm.rendezvous import is_here, is_loopback, route
 from threed.config import load as configs
 from threed.launcher import elastic
@@ -132,7 +132,7 @@ def be_rank(work: Work, parent: int) -> None:
             runpy.run_path(str(work.path), run_name="__main__")
         else:
             place = place_of_environment()
-            assert isinstance(place, Place)
+            assert isinstance(place, RankPlace)
             status = run_place(Job(work.load(place.world_size)), place, parent)
     except ThreedError as error:
         say(str(error))

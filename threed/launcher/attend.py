@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from threed.base import console
-from threed.base.requests import Asked
+from threed.base.requests import StopRequests
 from threed.base.signals import STOPS
 from threed.launcher.elastic import LAUNCHER, note_failure
 from threed.launcher.processes import ended_by
@@ -69,7 +69,7 @@ class Attendant:
         self._failed_s = 0.0  # when a rank, or the last of all, has failed; 0: none
         self._done_s = math.inf  # when all have ended well, as torch's agent says
         self.status = 0  # of the rank that failed first in the last start
-        self.asked, self._number, self._kill_at = Asked(), 0, math.inf
+        self.asked, self._number, self._kill_at = StopRequests(), 0, math.inf
         self.awaits = ""  # at which address other machines are awaited; "": they are not
         self._where = ""  # the address; "": there are no other machines
         self.limit_s, self._later_s, self._since, self._reports = 0.0, 0.0, 0.0, 0

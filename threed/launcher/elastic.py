@@ -25,7 +25,7 @@ from threed.base.errors import InputError, RunError, ThreedError
 from threed.base.restart import Failure, Restarts
 from threed.checkpoint.format import folder_in
 from threed.checkpoint.lineage import latest_in
-from threed.comm.environment import Place, agent
+from threed.comm.environment import RankPlace, agent
 from threed.schema import Config
 
 FAILURES = "failures.jsonl"
@@ -34,7 +34,7 @@ AGENT, GO = "threed/agent", "threed/go"  # keys of a start's store: rank 0's age
 LAUNCHER = "THREED_LAUNCHER"  # in the environment: the descriptor on which `threed.torchrun` hears its ranks
 
 
-class Refused(ThreedError):
+class NoRestart(ThreedError):
     """This start is of no use: the agents end."""
 
     def __init__(self, text: str, status: int):
@@ -42,7 +42,7 @@ class Refused(ThreedError):
         self.status = status
 
 
-def begin(config: Config, place: Place, store: Any, prefix: str) -> None:
+def begin(config: Config, place: RankPlace, store: Any, prefix: str) -> None:
     """Wait as long as the restart policy asks for. Refused where it does not allow a start, InputError where
     agents do not agree on the number of nodes. `store`: of this start; its keys have a `prefix`."""
     tell_launcher(rank=place.rank, run=str(Path(config.run.dir).absolute()),
@@ -60,7 +60,7 @@ def begin(config: Config, place: Place, store: Any, prefix: str) -> None:
             raise InputError(f"NNODES is {nodes} on {socket.gethostname()} and {theirs} on node 0: give all "
                              "nodes the same number")
     if wait_s is None:
-        raise Refused(text, status)
+        raise NoRestart(text, status)
     time.sleep(wait_s)
 
 

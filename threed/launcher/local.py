@@ -21,12 +21,12 @@ from typing import Any
 from threed.base import marks
 from threed.base.console import RECORD, say
 from threed.base.errors import InputError
-from threed.base.requests import Asked
-from threed.base.restart import Failure, Restarts, Steps
+from threed.base.requests import StopRequests
+from threed.base.restart import Failure, RankSteps, Restarts
 from threed.base.signals import handle
 from threed.checkpoint.lineage import read_latest
 from threed.comm import forks
-from threed.comm.environment import RESTARTS, Place
+from threed.comm.environment import RESTARTS, RankPlace
 from threed.comm.group import file_store
 from threed.data.tokens import Prepared
 from threed.engine.watch import tell
@@ -64,7 +64,7 @@ class LocalLauncher:
         self.answer: bytes | None = None  # what a task has left in the store under ANSWER
         self.ranks: list[Any] = []
         self.preparing: Preparation | None = None
-        self.asked, self.steps = Asked(), Steps(config.world_size)
+        self.asked, self.steps = StopRequests(), RankSteps(config.world_size)
         self.hurried = 0  # the signal of a second request to stop
         self.when = "before the first step"  # for the message of a stop while no rank runs
         handle(SIGNALS, self.forward)
@@ -95,7 +95,7 @@ class LocalLauncher:
         os.environ["THREED_LAUNCH"] = uuid.uuid4().hex
         while True:
             os.environ[RESTARTS[0]] = str(restarts.total)
-            self.steps = Steps(self.config.world_size)
+            self.steps = RankSteps(self.config.world_size)
             failure = self.start(prepared, self.steps)
             if self.hurried:
                 say(stopped_now(self.config, self.steps.of(0)))
@@ -121,7 +121,7 @@ class LocalLauncher:
         self.preparing = None
         return prepared
 
-    def start(self, prepared: Prepared | None, steps: Steps) -> Failure | None:
+    def start(self, prepared: Prepared | None, steps: RankSteps) -> Failure | None:
         """Start the ranks once and wait until all have ended. Returns why one has failed; None if none has.
         Errors as from `check_gpus`: what a script has called since `prepare` may have started CUDA."""
         check_gpus(self.config.run.device, self.config.world_size)
@@ -132,7 +132,7 @@ class LocalLauncher:
 
         def body(rank: int) -> int:
             job = Job(self.config, self.callbacks, prepared, steps.of(rank), self.task)
-            return run_rank(job, Place(rank, rank, size, size), file_store(path, size))
+            return run_rank(job, RankPlace(rank, rank, size, size), file_store(path, size))
 
         try:
             with signals_wait():
@@ -151,7 +151,7 @@ class LocalLauncher:
             self.ranks, self.when = [], "before it started again"
             os.close(meeting)
 
-    def _attend(self, store: Any, steps: Steps) -> Failure | None:
+    def _attend(self, store: Any, steps: RankSteps) -> Failure | None:
         """Wait for all ranks; once one has failed, only a little longer for the others. Returns why the first
         one failed; None if none has."""
         ranks, failure, deadline = self.ranks, None, math.inf
@@ -173,7 +173,7 @@ def run_local(config: Config, callbacks: Sequence[Callback] = ()) -> int:
     return LocalLauncher(config, callbacks).run()
 
 
-def _why(codes: list[int | None], store: Any, steps: Steps, asked: bool) -> tuple[Failure, float]:
+def _why(codes: list[int | None], store: Any, steps: RankSteps, asked: bool) -> tuple[Failure, float]:
     """Why the first rank has failed, and how long to wait for the others. If the rank was killed and could
     not tell the others, this function tells them. `asked`: whether it was killed as asked."""
     failed = first_failure(codes)

@@ -21,9 +21,9 @@ from threed.base import marks
 from threed.base.console import RECORD, flush, put_error, say, steady
 from threed.base.errors import RunError, Stopped, ThreedError
 from threed.base.requests import Requests
-from threed.base.restart import Steps
+from threed.base.restart import RankSteps
 from threed.base.signals import STOPS, handle
-from threed.comm.environment import Place
+from threed.comm.environment import RankPlace
 from threed.comm.rendezvous import POLLS, meet
 from threed.comm.store import Guard, environment_store
 from threed.engine.watch import KEY, STORE_S, Watch, lost_peer, silent, tell
@@ -42,7 +42,7 @@ LINGER_S = 2.0  # how long rank 0 lives on after a failure: twice as long as a r
 # more where ranks look less often
 
 
-def run_rank(job: Job, place: Place, store: Any, alone: Unattended | None = None) -> int:
+def run_rank(job: Job, place: RankPlace, store: Any, alone: Unattended | None = None) -> int:
     """Be one rank. Returns the exit status; the rank that failed first says why, the others end quietly.
     `alone`: of a rank without a launcher of threed's."""
     steady(keeps=place.rank == 0)
@@ -58,7 +58,7 @@ def run_rank(job: Job, place: Place, store: Any, alone: Unattended | None = None
         try:
             watch = Watch(place.rank, store, job.config.run.timeout_s, place.world_size,
                           place if alone else None)
-            watch.pace = job.pace or Steps(1).of(0)
+            watch.pace = job.pace or RankSteps(1).of(0)
             if alone is not None:
                 alone.watch = watch
                 watch.on_failure = partial(elastic.note_failure, Path(job.config.run.dir))
@@ -72,7 +72,7 @@ def run_rank(job: Job, place: Place, store: Any, alone: Unattended | None = None
             return _explain(error, place.rank, watch)
 
 
-def run_place(job: Job, place: Place, parent: int) -> int:
+def run_place(job: Job, place: RankPlace, parent: int) -> int:
     """Be the rank that an agent of torch or srun has started, and return its exit status. `parent`: the id of
     its parent process at its start."""
     RECORD.open(Path(job.config.run.dir))
@@ -113,7 +113,7 @@ def run_place(job: Job, place: Place, parent: int) -> int:
     return status
 
 
-def _store_gone(place: Place, alone: Unattended) -> None:
+def _store_gone(place: RankPlace, alone: Unattended) -> None:
     say(silent(place.rank))
     alone.end(None)
     leave(RunError.status)
@@ -159,8 +159,8 @@ class Unattended:
     """What a launcher of threed's does elsewhere, for a rank that has none: it answers requests to stop (rank
     0 for all), says why another rank has failed, and ends an agent that would start ranks again."""
 
-    def __init__(self, config: Config, place: Place):
-        self.config, self.place, self.pace = config, place, Steps(1).of(0)
+    def __init__(self, config: Config, place: RankPlace):
+        self.config, self.place, self.pace = config, place, RankSteps(1).of(0)
         self.watch: Watch | None = None
         self._lock, self._heard = threading.Lock(), False
 

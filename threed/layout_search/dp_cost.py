@@ -11,9 +11,9 @@ from threed.base.quantity import ring
 from threed.features.pipeline.parts import settings
 from threed.features.zero.plan import Sums, reductions
 from threed.layout_search.layout import Layout
-from threed.layout_search.units import Part, Strides
+from threed.layout_search.units import ShardSize, Strides
 from threed.optim.registry import OPTIMIZERS
-from threed.prediction.hardware import Hardware, Place
+from threed.prediction.hardware import GroupPlace, Hardware
 from threed.prediction.kernels import Prices, Travel
 from threed.program.instruction import Instruction, Op, Tier
 from threed.program.table import Elements, ParameterUnit, Table, UpdateSettings, ZeroSettings
@@ -69,23 +69,23 @@ class Tolls:
         self.places = self._places()
         mesh = Mesh(tuple(layout.axis_order.split("-")), tp=layout.tp, pp=layout.pp, dp=layout.dp)
         self.parts = settings(config, mesh, layout.sequence_parallel)
-        self._known: dict[tuple[Part, int], Toll] = {}
+        self._known: dict[tuple[ShardSize, int], Toll] = {}
 
-    def _places(self) -> dict[str, Place]:
+    def _places(self) -> dict[str, GroupPlace]:
         layout, strides, node = self.layout, self.strides, self.hardware.node_ranks
         ranks = {"tp": strides.ranks("tp"), "dp": strides.ranks("dp"), "world": range(strides.size),
                  "shard": strides.ranks("dp", layout.shard_size),
                  "replica": strides.ranks("dp", layout.dp // layout.shard_size, layout.shard_size),
                  "tie": strides.ranks("pp", min(2, layout.pp), max(1, layout.pp - 1))}
-        return {name: Place(each, node) for name, each in ranks.items()}
+        return {name: GroupPlace(each, node) for name, each in ranks.items()}
 
-    def of(self, part: Part, positions: int = 1) -> Toll:
+    def of(self, part: ShardSize, positions: int = 1) -> Toll:
         """`positions`: how many hold it, 2 for a tied embedding at both ends."""
         if (part, positions) not in self._known:
             self._known[part, positions] = self._price(part, positions)
         return self._known[part, positions]
 
-    def _price(self, part: Part, positions: int) -> Toll:
+    def _price(self, part: ShardSize, positions: int) -> Toll:
         layout, elements = self.layout, self.elements
         shards, group = layout.shard_size, "shard" if layout.shard_size < layout.dp else "dp"
         summed = part.copied if layout.sequence_parallel else part.apart

@@ -19,9 +19,9 @@ from typing import NamedTuple
 
 from threed.layout_search.dp_cost import Message, Toll, Tolls, moved
 from threed.layout_search.layout import Layout
-from threed.layout_search.steady_state import Beat, Held, Times, apart, at_once, beat, held, place_of, splits
-from threed.layout_search.stream import Piece, Rule, Steps, stream
-from threed.layout_search.units import Cut, Strides, Unit, Units
+from threed.layout_search.steady_state import Beat, Live, Times, apart, at_once, beat, held, place_of, splits
+from threed.layout_search.stream import StageSteps, TrafficRule, UnitPiece, stream
+from threed.layout_search.units import MicroBatchCut, Strides, UnitCost, Units
 from threed.prediction.hardware import Hardware
 from threed.schema import Config
 
@@ -40,10 +40,10 @@ class Estimate(NamedTuple):
     bubble: float  # share of the step in which a position neither computes nor steps, on average
 
 
-class Stage(NamedTuple):
+class StageCost(NamedTuple):
     """A stage's units, and the tolls of their parameters (None: a unit without parameters of its own)."""
 
-    units: Sequence[Unit]
+    units: Sequence[UnitCost]
     tolls: Sequence[Toll | None]
 
 
@@ -75,10 +75,10 @@ class Fast:
             self._tolls[key] = Tolls(self.config, self.hardware, layout)
         return self._tolls[key]
 
-    def cut(self, layout: Layout) -> Cut:
+    def cut(self, layout: Layout) -> MicroBatchCut:
         stride = Strides(layout.axis_order, {"tp": layout.tp, "pp": layout.pp, "dp": layout.dp}).strides["tp"]
-        return Cut(layout.tp, stride if layout.tp > 1 else 1, layout.sequence_parallel,
-                   layout.micro_batch_size, layout.policy, layout.every, layout.tile_linears)
+        return MicroBatchCut(layout.tp, stride if layout.tp > 1 else 1, layout.sequence_parallel,
+                             layout.micro_batch_size, layout.policy, layout.every, layout.tile_linears)
 
     def bound_s(self, layout: Layout) -> float:
         """No step is shorter: without traffic over dp and messages, the last position waits for the first
@@ -105,11 +105,11 @@ class Fast:
         most, busy, before, weights = self._bounds[key]
         return max(m * most, m * (busy - weights) + before)
 
-    def priced(self, layout: Layout) -> Priced:
-        return Priced(self, layout)
+    def priced(self, layout: Layout) -> PricedLayout:
+        return PricedLayout(self, layout)
 
 
-class Priced:
+class PricedLayout:
     """One layout."""
 
     def __init__(self, fast: Fast, layout: Layout):
@@ -130,14 +130,14 @@ class Priced:
                      if -1 in self.parts else None)
 
     @cached_property
-    def stages(self) -> list[Stage]:
+    def stages(self) -> list[StageCost]:
         units = self.units
         split = self.model.split(len(self.place))
         assert split is not None, self.layout
         if self._at_once:
             units = [*units[:-1], units[-1]._replace(again=False)]
         tolls = [self.tolls.of(self.parts[u]) if u in self.parts else None for u in range(len(units))]
-        return [Stage(units[first:stop], tolls[first:stop]) for first, stop in split]
+        return [StageCost(units[first:stop], tolls[first:stop]) for first, stop in split]
 
     @cached_property
     def messages(self) -> tuple[Message, ...]:
@@ -207,15 +207,16 @@ class Priced:
         parts = iter([((unit,) if unit in tolls else ()) + ((-1,) if unit in ends else ())
                       for unit in range(len(self.units))])
         tolls |= {-1: self.tied} if self.tied is not None else {}
-        pieces = [[Piece(unit, next(parts)) for unit in stage.units] for stage in self.stages]
+        pieces = [[UnitPiece(unit, next(parts)) for unit in stage.units] for stage in self.stages]
         several = layout.shard_size < layout.dp or (self.tied is not None and self.place[0] != self.place[-1])
         once = layout.stage < 2 or layout.reduce_every == "step"
         every = self.m if once else int(layout.reduce_every or 1)
-        rule = Rule(self.window, 1 if prefetch is None else prefetch, every,
-                    layout.stage >= 1 and layout.dp > 1, layout.stage >= 2,
-                    layout.offload_optimizer and not several, self.hardware.contention)
+        rule = TrafficRule(self.window, 1 if prefetch is None else prefetch, every,
+                           layout.stage >= 1 and layout.dp > 1, layout.stage >= 2,
+                           layout.offload_optimizer and not several, self.hardware.contention)
         moves = [moved(self.messages, index) for index in range(len(self.stages))]
-        seconds = stream(Steps(layout.schedule, self.place, pieces, self.sent_s, tolls, moves), rule, self.m)
+        steps = StageSteps(layout.schedule, self.place, pieces, self.sent_s, tolls, moves)
+        seconds = stream(steps, rule, self.m)
         return seconds + (self.tied.tie_s if self.tied is not None else 0.0)
 
     def _updates(self) -> tuple[list[float], float]:
@@ -397,7 +398,7 @@ class Priced:
             known[key] = [self._kept_at(position, kept[position]) for position in range(layout.pp)]
         return known[key]
 
-    def _kept_at(self, position: int, kept: Sequence[Held]) -> int:
+    def _kept_at(self, position: int, kept: Sequence[Live]) -> int:
         """The highest of two: when the loss is made, or a forward ends; when a unit has been computed again.
         (Temporaries: logits once more, or about a third of the operands; and some of the residual stream.
         Where backward is split, the gradient of the logits is there before the logits go.)"""

@@ -36,7 +36,7 @@ class Found(NamedTuple):
 
 
 @dataclass
-class Result:
+class SearchResult:
     """What a search has found: layouts by step time, and how many it dropped for which reason."""
 
     found: list[Found] = field(default_factory=list)
@@ -54,11 +54,12 @@ class Search:
         self.base, self.hardware, self.memory, self.keep = base, hardware, memory, keep
         self.rounding = rounding
         self.fast = Fast(base, hardware)
-        self.result = Result()
+        self.result = SearchResult()
         self._best: dict[object, float] = {}  # idea -> its shortest step
         self._limit = float("inf")
 
-    def run(self, devices: int, fixed: Mapping[str, Any], progress: Progress = lambda _: None) -> Result:
+    def run(self, devices: int, fixed: Mapping[str, Any],
+            progress: Progress = lambda _: None) -> SearchResult:
         """`fixed`: field of a layout -> its only value."""
         begin = told = time.monotonic()
         result = self.result

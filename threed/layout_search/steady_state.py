@@ -158,7 +158,7 @@ def _play(name: str, p: int, m: int, v: int, times: Times) -> Beat:
     return Beat(total, first, [total - end for end in ends], [total - end for end in clock])
 
 
-class Held(NamedTuple):
+class Live(NamedTuple):
     """What a position keeps at a time, by its stages: micro-batches from forward to backward, and from the
     input half of backward to the weights' half."""
 
@@ -167,10 +167,10 @@ class Held(NamedTuple):
 
 
 @lru_cache(512)
-def held(name: str, p: int, m: int, v: int) -> tuple[tuple[Held, ...], ...]:
+def held(name: str, p: int, m: int, v: int) -> tuple[tuple[Live, ...], ...]:
     """By position: what it keeps at the times of most memory, none of which is below another."""
     if name in KEEP_ALL:
-        return tuple((Held((m,) * v, (0,) * v),) for _ in range(p))
+        return tuple((Live((m,) * v, (0,) * v),) for _ in range(p))
     m = few(name, p, m)
     place, result = place_of(name, p, v), []
     for position, tasks in enumerate(order_of(name, p, m, v)):
@@ -185,7 +185,7 @@ def held(name: str, p: int, m: int, v: int) -> tuple[tuple[Held, ...], ...]:
             saved[at] -= task.kind in "BI"
             operands[at] += (task.kind == "I") - (task.kind == "W")
             seen.add((*saved, *operands))
-        result.append(tuple(Held(each[:v], each[v:]) for each in _highest(seen)))
+        result.append(tuple(Live(each[:v], each[v:]) for each in _highest(seen)))
     return tuple(result)
 
 

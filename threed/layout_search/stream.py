@@ -16,20 +16,20 @@ from typing import NamedTuple
 from threed.features.zero.plan import window
 from threed.layout_search.dp_cost import Toll
 from threed.layout_search.steady_state import BACKWARD, FORWARD, INPUT, WEIGHT, channels, few, sequence
-from threed.layout_search.units import Unit
+from threed.layout_search.units import UnitCost
 from threed.program.buffers import shared_sizes
 
 _PACE = 0.99  # of the time that computation alone takes
 
 
-class Piece(NamedTuple):
+class UnitPiece(NamedTuple):
     """A compute unit and the parameter units that it uses."""
 
-    unit: Unit
+    unit: UnitCost
     parts: tuple[int, ...]
 
 
-class Rule(NamedTuple):
+class TrafficRule(NamedTuple):
     """How traffic runs."""
 
     window: int | str | None  # units that are gathered at a time, or stage, or step; None: parameters stay
@@ -41,18 +41,18 @@ class Rule(NamedTuple):
     contention: float
 
 
-class Steps(NamedTuple):
+class StageSteps(NamedTuple):
     """A schedule and its stages."""
 
     name: str
     place: tuple[int, ...]
-    stages: Sequence[Sequence[Piece]]
+    stages: Sequence[Sequence[UnitPiece]]
     messages: Sequence[float]  # seconds from a stage to the next
     tolls: dict[int, Toll]  # parameter unit -> what it costs
     moves: Sequence[tuple[float, float]]  # by stage: seconds of SPLIT and JOIN, of a forward, of a backward
 
 
-def stream(steps: Steps, rule: Rule, m: int) -> float:
+def stream(steps: StageSteps, rule: TrafficRule, m: int) -> float:
     """Seconds of m micro-batches, up to the last reduction: of few of them, and of 2p more for each 2p more.
     Where 2p more take less than their computation, they fill what the traffic at the step's end leaves empty,
     and more are played."""
@@ -66,7 +66,7 @@ def stream(steps: Steps, rule: Rule, m: int) -> float:
     return _Graph(steps, rule, (p, m, v)).total_s()
 
 
-def _pace_s(steps: Steps) -> float:
+def _pace_s(steps: StageSteps) -> float:
     """Seconds that the busiest position computes for a micro-batch, at least."""
     busy = [0.0] * (max(steps.place) + 1)
     for position, pieces in zip(steps.place, steps.stages, strict=True):
@@ -96,7 +96,7 @@ class _Item(NamedTuple):
 class _Program:
     """The items of a position, by task, with what is gathered before and released after each."""
 
-    def __init__(self, steps: Steps, rule: Rule, tasks: Sequence[_Task], m: int):
+    def __init__(self, steps: StageSteps, rule: TrafficRule, tasks: Sequence[_Task], m: int):
         self.items: list[_Item] = []
         self.ends: list[int] = []  # of tasks, in items
         templates = {task: _items(task, steps.stages[task.stage], steps.moves[task.stage])
@@ -119,7 +119,7 @@ class _Program:
         if rule.gathers:
             self._gather(steps, rule, stages)
 
-    def _gather(self, steps: Steps, rule: Rule, stages: set[int]) -> None:
+    def _gather(self, steps: StageSteps, rule: TrafficRule, stages: set[int]) -> None:
         uses = [(index, list(item.reads)) for index, item in enumerate(self.items) if item.reads]
         if rule.window in (None, "step"):
             self.gathers[0] = list(dict.fromkeys(part for _, parts in uses for part in parts))
@@ -129,7 +129,7 @@ class _Program:
         window(uses, capacity, rule.prefetch, self.gathers, self.releases)
 
 
-def _items(task: _Task, pieces: Sequence[Piece], moves: tuple[float, float]) -> list[_Item]:
+def _items(task: _Task, pieces: Sequence[UnitPiece], moves: tuple[float, float]) -> list[_Item]:
     """Of a task. What its messages take from computation (`moves`) counts where the first one comes."""
     kind, (forth, back) = task.kind, moves
     if kind == FORWARD:
@@ -169,7 +169,7 @@ class _Pool:
 class _Graph:
     """Nodes in an order in which they can run: their seconds, and for which earlier ones each waits."""
 
-    def __init__(self, steps: Steps, rule: Rule, shape: tuple[int, int, int]):
+    def __init__(self, steps: StageSteps, rule: TrafficRule, shape: tuple[int, int, int]):
         p, self.m, v = shape
         self.steps, self.rule = steps, rule
         self.seconds: list[float] = []

@@ -23,7 +23,7 @@ from threed.schema import Config, ZeroConfig
 T = TypeVar("T")
 
 
-class Unit(NamedTuple):
+class UnitCost(NamedTuple):
     """A compute unit: seconds and bytes of a micro-batch on a rank."""
 
     forward_s: float
@@ -39,7 +39,7 @@ class Unit(NamedTuple):
     logits_bytes: int  # of the kernels that make its loss, which need temporaries of this size
 
 
-class Cut(NamedTuple):
+class MicroBatchCut(NamedTuple):
     """How a micro-batch is cut, and what is kept of it."""
 
     tp: int
@@ -51,7 +51,7 @@ class Cut(NamedTuple):
     tiles: str | None = None  # most bytes of a tile
 
 
-class Part(NamedTuple):
+class ShardSize(NamedTuple):
     """A parameter unit's elements on a rank."""
 
     numel: int
@@ -73,10 +73,10 @@ class Units:
         # Parameter units by compute unit; the tied embedding has a number of its own, -1.
         shares = unit_parameters(self.reduced)
         self.tied = len(unit_layers(self.reduced)[1]) in shares
-        self._priced: dict[Cut, list[Unit]] = {}
-        self._parts: dict[tuple[int, int], dict[int, Part]] = {}
+        self._priced: dict[MicroBatchCut, list[UnitCost]] = {}
+        self._parts: dict[tuple[int, int], dict[int, ShardSize]] = {}
         self._splits: dict[int, tuple[tuple[int, int], ...] | None] = {}
-        self.act_bytes: dict[Cut, int] = {}
+        self.act_bytes: dict[MicroBatchCut, int] = {}
 
     def tiles(self, tp: int) -> tuple[str, ...]:
         """Limits for tiles of the largest unit, a few and more of them, that the model can have."""
@@ -103,29 +103,29 @@ class Units:
                 self._splits[stages] = tuple(zip([0, *ends[:-1]], ends, strict=True))
         return self._splits[stages]
 
-    def of(self, cut: Cut) -> list[Unit]:
+    def of(self, cut: MicroBatchCut) -> list[UnitCost]:
         """All units, first to last."""
         if cut not in self._priced:
             self._priced[cut] = self._price(cut)
         return self._priced[cut]
 
-    def parts(self, tp: int, shards: int) -> dict[int, Part]:
+    def parts(self, tp: int, shards: int) -> dict[int, ShardSize]:
         """Compute unit -> its parameters, of all ranks of a tp group; -1: the tied embedding."""
         if (tp, shards) not in self._parts:
             config = copy.deepcopy(self.reduced)
             config.parallel.tp, config.parallel.dp = tp, shards
             config.zero = ZeroConfig(1)
             last = len(set(self.same))
-            few: dict[int, Part] = {}
+            few: dict[int, ShardSize] = {}
             for index, laid in layouts(config).items():
-                few[-1 if index == last else index] = Part(
+                few[-1 if index == last else index] = ShardSize(
                     laid.numel, *(sum(each.stop - each.start for each in laid.partial(("tp",), sequence))
                                   for sequence in (("tp",), ())))
             parts = {unit: few[kind] for unit, kind in enumerate(self.same) if kind in few}
             self._parts[tp, shards] = parts | ({-1: few[-1]} if -1 in few else {})
         return self._parts[tp, shards]
 
-    def _price(self, cut: Cut) -> list[Unit]:
+    def _price(self, cut: MicroBatchCut) -> list[UnitCost]:
         config = copy.deepcopy(self.reduced)
         parallel, activation = config.parallel, config.activation
         parallel.tp, parallel.dp, parallel.axis_order = cut.tp, cut.stride, "pp-tp-dp"
@@ -143,16 +143,16 @@ class Units:
         price, computed = cost(plan, self.hardware), cost(plan, free)
         self.act_bytes[cut] = table.act_bytes
 
-        def unit(index: int) -> Unit:
+        def unit(index: int) -> UnitCost:
             each = table.units[index]
             ops = Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT
             forward_s, backward_s, input_s, weight_s = (price(0, Instruction(op, index, 0)) for op in ops)
             alone = [computed(0, Instruction(op, index, 0)) for op in ops[:2]]
             logits = each.saved_bytes - each.operand_bytes if each.loss else 0
-            return Unit(forward_s, backward_s, input_s, weight_s,
-                        (forward_s - alone[0], backward_s - alone[1]), each.saved_bytes,
-                        table.size(Slot("kept", index)), each.operand_bytes, each.recompute,
-                        sum(handed.bytes for handed in each.makes), logits)
+            return UnitCost(forward_s, backward_s, input_s, weight_s,
+                            (forward_s - alone[0], backward_s - alone[1]), each.saved_bytes,
+                            table.size(Slot("kept", index)), each.operand_bytes, each.recompute,
+                            sum(handed.bytes for handed in each.makes), logits)
 
         few = [unit(index) for index in range(len(table.units))]
         units = [few[kind] for kind in self.same]

@@ -13,7 +13,7 @@ from threed.base.quantity import many, parse_memory, show_bytes, show_count, sho
 from threed.base.texttable import wrapped
 from threed.config.load import checked
 from threed.layout_search.request import Question, ask, write
-from threed.layout_search.search import Found, Result, Search, helps
+from threed.layout_search.search import Found, Search, SearchResult, helps
 from threed.layout_search.space import NO_MEMORY
 from threed.models.model import model_flops
 from threed.prediction.hardware import DEFAULT, OF_CPUS, Hardware
@@ -62,7 +62,7 @@ def search(path: str | Path, devices: int, overrides: list[str] | None = None, h
             "layouts": rows}
 
 
-def _planned(asked: Question, machine: Hardware, limit: int, result: Result,
+def _planned(asked: Question, machine: Hardware, limit: int, result: SearchResult,
              progress: Progress) -> list[dict[str, Any]]:
     """The best layouts by the full plan: of each idea the fastest that fits."""
     if not result.found:
@@ -111,7 +111,7 @@ def _row(asked: Question, machine: Hardware, found: Found, measured: dict[str, A
             "helps": helps(base, machine, found), "changes": asked.values_of(layout)}
 
 
-def _nothing(result: Result, devices: int, limit: int, room: int) -> str:
+def _nothing(result: SearchResult, devices: int, limit: int, room: int) -> str:
     """Why no layout can run, and what is nearest."""
     counts = "; ".join(f"{count} {reason}" + (f" ({result.examples[reason]})" if reason in result.examples
                                               else "")

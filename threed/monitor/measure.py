@@ -44,7 +44,7 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU {platform.machine()}"
 
 
-class Step:
+class StepReport:
     """What all ranks reported of a step.
 
     `rows`: [rank, number of HEAD], fp64. `sums`: [position, 2, costed op, unit], fp64: seconds and how many
@@ -119,7 +119,7 @@ class Meter:
         step_s, self._since = now - (self._since or now), now
         return step_s
 
-    def exchange(self, trace: Trace, step_s: float, asked: tuple[bool, bool], saving: float) -> Step:
+    def exchange(self, trace: Trace, step_s: float, asked: tuple[bool, bool], saving: float) -> StepReport:
         """Exchange this rank's row with all ranks. `asked`: to stop, to save; `saving`: how far this rank is
         with a checkpoint. Where the host would have to wait for the end of this step, all times are those of
         the step before."""
@@ -141,7 +141,7 @@ class Meter:
             numbers = torch.cat([rows.view(-1), sums.view(-1)]).to(self.comm.device)
             self.comm.groups["world"].all_reduce(numbers).wait()
             first, rest = numbers.cpu().split([rows.numel(), sums.numel()])
-        return Step(trace.name, first.view(rows.shape), rest.view(sums.shape))
+        return StepReport(trace.name, first.view(rows.shape), rest.view(sums.shape))
 
     def _beside(self) -> AbstractContextManager[Any]:
         """On a GPU a stream of its own: the optimizer's steps may still be under way."""
@@ -149,7 +149,7 @@ class Meter:
             self._stream = torch.cuda.Stream(self.comm.device)
         return torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
 
-    def metrics(self, step: Step, elapsed_s: float) -> dict[str, float | None]:
+    def metrics(self, step: StepReport, elapsed_s: float) -> dict[str, float | None]:
         """perf, pipeline, comm and memory metrics of a step."""
         config, mesh, counted = self.config, self.comm.mesh, self.config.model.counted
         step_s = float(step.column("step_s").max())
@@ -192,7 +192,7 @@ class Meter:
         """The mean over the ranks of each position."""
         return column[self._ranks].mean(dim=1).tolist()
 
-    def _predict(self, step: Step, elapsed_s: float) -> list[float]:
+    def _predict(self, step: StepReport, elapsed_s: float) -> list[float]:
         """Predicted bubbles. The plan is walked again only while walks have taken less than a hundredth of
         the run's time."""
         if self._predicted is None or self._spent_s < 0.01 * elapsed_s:

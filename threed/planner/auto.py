@@ -17,7 +17,7 @@ from threed.program.table import Plan, Table
 from threed.schedules.auto import search
 from threed.schedules.file import read_order
 from threed.schedules.orders import SCHEDULES, line
-from threed.schedules.timed import Times, play
+from threed.schedules.timed import StageTimes, play
 from threed.schema import Config
 
 
@@ -86,12 +86,12 @@ def _budgeted(config: Config, pipeline: Pipeline, table: Table) -> Table:
     return activation.mark(table, chosen)
 
 
-def _times(config: Config, place: tuple[int, ...]) -> Times | None:
+def _times(config: Config, place: tuple[int, ...]) -> StageTimes | None:
     """Times of each stage; None where the units cannot fill so many stages."""
     if len(place) > len(stage_runs(config)):
         return None
     table = make_table(config, place)
-    times = Times([0.0] * len(place), [0.0] * len(place), [0.0] * len(place))
+    times = StageTimes([0.0] * len(place), [0.0] * len(place), [0.0] * len(place))
     for unit, parts in zip(table.units, unit_costs(config), strict=True):
         for row, part in zip((times.forward, times.input, times.weight), parts, strict=True):
             row[unit.stage] += part
@@ -117,7 +117,8 @@ def check_limit(config: Config, pipeline: Pipeline, plan: Plan) -> None:
         return
     times, size = parse_limit(config.parallel.activation_limit)
     if times is not None:
-        peak = play(pipeline.order, pipeline.place, Times.equal(len(pipeline.place), (1.0, 1.0, 1.0), 1)).peak
+        equal = StageTimes.equal(len(pipeline.place), (1.0, 1.0, 1.0), 1)
+        peak = play(pipeline.order, pipeline.place, equal).peak
         kept = peak * config.parallel.pp / len(pipeline.place)
         limit = _limit(config)
         if limit is not None and kept > limit + 1e-9:

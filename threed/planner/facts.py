@@ -17,7 +17,7 @@ from threed.config.validate import PIECES, stage_runs
 from threed.features.offload import plan as offload
 from threed.features.pipeline.parts import cut, settings
 from threed.features.zero import plan as zero
-from threed.features.zero.shard import Layout, layout
+from threed.features.zero.shard import FlatLayout, layout
 from threed.models.layers.base import Layer
 from threed.models.model import tied_parameters
 from threed.models.tiling import cut_layers, layers_of, share_of, unit_layers
@@ -30,7 +30,7 @@ from threed.program.table import (
     ComputeUnit,
     Elements,
     Handed,
-    Logits,
+    LogitsSettings,
     ParameterUnit,
     Read,
     Reduction,
@@ -91,7 +91,7 @@ def persists(config: Config, parameter: Parameter) -> bool:
     return config.zero.stage < 3 or parameter.numel < (config.zero.persist_below or 0)
 
 
-def layouts(config: Config) -> dict[int, Layout]:
+def layouts(config: Config) -> dict[int, FlatLayout]:
     """Parameter unit -> its flat layout on one rank, cut into shards (whatever the ZeRO stage, so that the
     gradient norm is summed over the same ranges)."""
     return {index: layout(parameters, share_of(config).ranks, config.shard_size)
@@ -157,7 +157,7 @@ def with_logits(config: Config, table: Table) -> Table:
         raise InputError(f"model.family={config.model.family}: no layer of the model makes logits "
                          "(Layer.logits), so it cannot generate text")
     count = -(-len(config.train.sample_prompts) // (config.train.micro_batch_size * config.dp))
-    return replace(table, logits=Logits(max(1, count), made, sent))
+    return replace(table, logits=LogitsSettings(max(1, count), made, sent))
 
 
 class _Shared(NamedTuple):
@@ -179,7 +179,7 @@ class _Shared(NamedTuple):
         return cls(make_mesh(config).shard_group, config.shard_size, config.zero.stage >= 1, copies,
                    ranks, share.sequence, elements)
 
-    def reductions(self, laid: Layout, positions: int) -> tuple[Reduction, ...]:
+    def reductions(self, laid: FlatLayout, positions: int) -> tuple[Reduction, ...]:
         parts = {axis: laid.partial(GROUPS[axis].axes or (), self.sequence) for axis in self.ranks}
         partial = {axis: (self.ranks[axis], sum(part.stop - part.start for part in each))
                    for axis, each in parts.items() if each and self.ranks[axis] > 1}

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from threed.base.mesh import GROUPS
 from threed.planner.facts import make_mesh, make_table
-from threed.prediction.hardware import Hardware, Place, places
+from threed.prediction.hardware import GroupPlace, Hardware, places
 from threed.prediction.kernels import Prices, Travel
 from threed.program.buffers import lowered
 from threed.program.effects import effects
@@ -170,7 +170,7 @@ class _Travel:
         return self.travel.ring(sent, self.places[group])
 
 
-def _places(plan: Plan, hardware: Hardware) -> dict[str, Place]:
+def _places(plan: Plan, hardware: Hardware) -> dict[str, GroupPlace]:
     if plan.config is None:  # a plan of a test: all groups of one node
-        return {name: Place((0,), hardware.devices) for name in GROUPS}
+        return {name: GroupPlace((0,), hardware.devices) for name in GROUPS}
     return places(make_mesh(plan.config), hardware.node_ranks)

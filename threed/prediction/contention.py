@@ -21,7 +21,7 @@ _COMPUTES = ("compute", "host", "d2h", "h2d")  # lanes of which a CPU's processo
 _DISK = ("read", "write")
 
 
-class Step(NamedTuple):
+class PredictedStep(NamedTuple):
     """A predicted step. `total_s` is above the walk's where ranks share processors."""
 
     walk: Walk
@@ -29,7 +29,7 @@ class Step(NamedTuple):
 
 
 @dataclass
-class Priced:
+class PricedPlan:
     """A plan with the seconds of its instructions."""
 
     plan: Plan
@@ -43,17 +43,17 @@ class Priced:
         return seconds_of(plan_links(self.plan, "train"), self.cost)
 
     @cached_property
-    def step(self) -> Step:
+    def step(self) -> PredictedStep:
         """The train step, walked with a clock."""
         return step(self.plan, self.seconds, self.hardware)
 
 
-def step(plan: Plan, cost: Cost | Seconds, hardware: Hardware | None) -> Step:
+def step(plan: Plan, cost: Cost | Seconds, hardware: Hardware | None) -> PredictedStep:
     """The step of a plan on a machine. `hardware`: as in Priced."""
     seconds = seconds_of(plan_links(plan, "train"), cost) if callable(cost) else cost
     when = timed(plan, seconds, hardware)
     shared = _shared_s(plan, seconds, hardware) if hardware is not None and hardware.waits else 0.0
-    return Step(when, max(when.total_s, shared))
+    return PredictedStep(when, max(when.total_s, shared))
 
 
 def _shared_s(plan: Plan, seconds: Seconds, hardware: Hardware) -> float:

@@ -14,7 +14,7 @@ from threed.prediction.transient import Transient
 from threed.schema import Config
 
 
-class Asked(NamedTuple):
+class FitRequest(NamedTuple):
     """`hardware`: as `predict` takes it; "": the default, whose memory is no limit. `memory`: bytes of a
     device; None: the hardware's. `columns`: of a terminal, if what is printed is to fit."""
 
@@ -24,8 +24,8 @@ class Asked(NamedTuple):
     columns: int | None = None
 
 
-def fit(config: Config, asked: Asked, progress: Callable[[str], None]) -> tuple[dict[str, Any], list[str],
-                                                                               str | None]:
+def fit(config: Config, asked: FitRequest,
+        progress: Callable[[str], None]) -> tuple[dict[str, Any], list[str], str | None]:
     """Values for the document of `check`, texts to print, and why the config does not fit (None: it does, or
     there is no limit)."""
     machine = Hardware.parse(asked.hardware, OF_CPUS if config.run.device == "cpu" else DEFAULT)

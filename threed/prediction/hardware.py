@@ -166,7 +166,7 @@ def _checked(hardware: Hardware, values: dict[Any, Any], where: str) -> Hardware
     return replace(hardware, **values)
 
 
-class Place:
+class GroupPlace:
     """How the ranks of a group lie: how many, on how many nodes, and how many of them on each."""
 
     def __init__(self, ranks: Sequence[int], devices: float):
@@ -175,6 +175,6 @@ class Place:
         self.together = max(1, self.ranks // self.nodes)
 
 
-def places(mesh: Mesh, devices: float) -> dict[str, Place]:
+def places(mesh: Mesh, devices: float) -> dict[str, GroupPlace]:
     """The place of rank 0's group of each kind: meshes are regular, so the others lie alike."""
-    return {name: Place(mesh.group(name, 0), devices) for name in GROUPS}
+    return {name: GroupPlace(mesh.group(name, 0), devices) for name in GROUPS}

@@ -17,8 +17,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from threed.prediction.hardware import Hardware, Place
-from threed.spec.kernels import Attention, Kernel, Product
+from threed.prediction.hardware import GroupPlace, Hardware
+from threed.spec.kernels import AttentionKernel, Kernel, Product
 
 # Kernels that attention in one kernel launches; products of its backward, to one of forward.
 _ATTENTION_KERNELS, _ATTENTION_BACKWARD, _PASSES_BACKWARD = (1, 3), 2.5, 1.3
@@ -75,7 +75,7 @@ class Prices:
     def _forward(self, kernel: Kernel) -> tuple[float, int]:
         if isinstance(kernel, Product):
             return self.product(kernel.m, kernel.n, kernel.k, kernel.count), 1
-        if isinstance(kernel, Attention):
+        if isinstance(kernel, AttentionKernel):
             return self._attention(kernel, 1.0), _ATTENTION_KERNELS[0]
         return self.moved(kernel.forward, kernel.kernels[0], kernel.exponentials[0]), kernel.kernels[0]
 
@@ -84,7 +84,7 @@ class Prices:
             m, n, k, count = kernel[:4]
             seconds = self.product(m, k, n, count)
             return (seconds, 1) if kernel.weight else (seconds + self.product(k, n, m, count), 2)
-        if isinstance(kernel, Attention):
+        if isinstance(kernel, AttentionKernel):
             return self._attention(kernel, _ATTENTION_BACKWARD), _ATTENTION_KERNELS[1]
         return self.moved(kernel.backward, kernel.kernels[1], kernel.exponentials[1]), kernel.kernels[1]
 
@@ -93,7 +93,7 @@ class Prices:
             return self.product(kernel.n, kernel.k, kernel.m, kernel.count), 1
         return 0.0, 0
 
-    def _attention(self, kernel: Attention, times: float) -> float:
+    def _attention(self, kernel: AttentionKernel, times: float) -> float:
         hardware = self.hardware
         squares = kernel.sequences * kernel.heads * kernel.seq**2
         if hardware.attention_passes:
@@ -135,7 +135,7 @@ class Travel:
     def __init__(self, hardware: Hardware):
         self.hardware = hardware
 
-    def ring(self, sent: int, place: Place, calls: int = 1) -> float:
+    def ring(self, sent: int, place: GroupPlace, calls: int = 1) -> float:
         """Of collectives in which a rank sends so many bytes, over a ring of all ranks."""
         if place.ranks == 1 or not sent:
             return 0.0
@@ -143,7 +143,7 @@ class Travel:
             place.nodes > 1)
         return sent / self._ring_speed(place) + calls * hops
 
-    def all_reduce(self, sent: int, place: Place, calls: int = 1) -> float:
+    def all_reduce(self, sent: int, place: GroupPlace, calls: int = 1) -> float:
         """Of all-reduces in which a rank sends so many bytes by the ring's formula: 2 S (n-1)/n."""
         if place.ranks == 1 or not sent:
             return 0.0
@@ -167,7 +167,7 @@ class Travel:
                  / hardware.devices if far else self._inside_speed)
         return size / min(speed, self._inside_speed) + (self._outside_s if far else self._inside_s)
 
-    def _tree(self, sent: int, place: Place, calls: int) -> float:
+    def _tree(self, sent: int, place: GroupPlace, calls: int) -> float:
         """Small messages inside a node go up and down a tree."""
         size = sent * place.ranks / (place.ranks - 1)
         return size / self._inside_speed + calls * 2 * math.ceil(math.log2(place.ranks)) * self._inside_s
@@ -176,14 +176,14 @@ class Travel:
     def _inside_speed(self) -> float:
         return self.hardware.node_gbps * 1e9 / 8 * self.hardware.node_efficiency
 
-    def _outside_speed(self, place: Place) -> float:
+    def _outside_speed(self, place: GroupPlace) -> float:
         """Bytes a second that all ranks of the group on a node send to other nodes: other groups of the node
         use the adapters at the same time."""
         hardware = self.hardware
         node = hardware.adapters * hardware.adapter_gbps * 1e9 / 8 * hardware.adapter_efficiency
         return min(node * place.together / hardware.devices, place.together * self._inside_speed)
 
-    def _ring_speed(self, place: Place) -> float:
+    def _ring_speed(self, place: GroupPlace) -> float:
         if place.nodes == 1:
             return self._inside_speed
         outside = self._outside_speed(place)

@@ -9,7 +9,7 @@ from typing import Any
 from threed.base.mesh import AXES
 from threed.base.quantity import many, show_bytes, show_count, show_seconds
 from threed.base.texttable import render, wrapped
-from threed.prediction.contention import Priced, step
+from threed.prediction.contention import PricedPlan, step
 from threed.prediction.hardware import Hardware
 from threed.prediction.peak import Peak, peaks, temporaries_of
 from threed.prediction.peak import show as show_peak
@@ -26,7 +26,7 @@ from threed.program.walk import Cost, Mode, Walk, walk
 SAMPLES = 50  # points of memory over time
 
 
-def report(priced: Priced, machine: Hardware, verify_every: int = 0) -> dict[str, Any]:
+def report(priced: PricedPlan, machine: Hardware, verify_every: int = 0) -> dict[str, Any]:
     """The document of `threed predict --json`.
 
     Times are of one train step, and bytes of one rank of a position, by tier: device, host, disk; on a

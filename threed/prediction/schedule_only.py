@@ -6,6 +6,7 @@ position, from its first task to its last.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from threed.schedules.auto import search
 from threed.schedules.bound import Bound
 from threed.schedules.file import read_order
 from threed.schedules.orders import SCHEDULES, Order
-from threed.schedules.timed import Times
+from threed.schedules.timed import StageTimes
 
 
 def parse_times(text: str) -> dict[str, float]:
@@ -53,8 +54,10 @@ def find(p: int, m: int, times: dict[str, float], virtual: int | None, limit: fl
          seconds: float | None) -> Choice:
     """`auto` for p positions and m micro-batches. `seconds`: how much longer to search."""
     whole = times["f"], times["b"], times["w"]
-    best, bound = search(p, m, lambda place: Times.equal(len(place), whole, len(place) // p, times["comm"]),
-                         limit, virtual, seconds)
+    def equal(place: Sequence[int]) -> StageTimes:
+        return StageTimes.equal(len(place), whole, len(place) // p, times["comm"])
+
+    best, bound = search(p, m, equal, limit, virtual, seconds)
     return Choice(best.name, best.virtual, best.place, best.timed.order, bound)
 
 

@@ -40,7 +40,7 @@ from threed.tensor.fused import Body, Fused
 from threed.tensor.fused_loss import LossKernels
 from threed.tensor.layers import WeightGrads
 from threed.tensor.precision import DTYPES
-from threed.tensor.saving import Saving
+from threed.tensor.saving import SavingPolicy
 from threed.tensor.shapes import Shapes
 
 What = tuple[Op, str, int]  # op, what FORWARD keeps, unit
@@ -120,7 +120,7 @@ def _pipeline(config: Config, table: Table, run: range, items: Sequence[Instruct
     comm = _Alone(config, table.position(run.start))
     comm.groups = silent_groups(share, sent)
     dtype = DTYPES[config.precision.dtype]
-    saving = Saving(config.pieces)
+    saving = SavingPolicy(config.pieces)
     context = Context(config.model, comm.groups, config.parallel.sequence_parallel, dtype, grads, saving,
                       _Kernels(alive))
     layers = layers_of(config)

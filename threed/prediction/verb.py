@@ -12,7 +12,7 @@ from threed.models.model import model_flops
 from threed.planner import make_mesh, make_plan
 from threed.planner.from_config import CONFIG, config_of, load_config, planned
 from threed.prediction.analytic import cost as analytic_cost
-from threed.prediction.contention import Priced
+from threed.prediction.contention import PricedPlan
 from threed.prediction.hardware import DEFAULT, OF_CPUS, Hardware
 from threed.prediction.peak import Peak, memory_of, too_much
 from threed.prediction.report import report
@@ -53,22 +53,22 @@ def parse_tokens(tokens: float | str | None) -> float | None:
     return count
 
 
-def priced(plan: Plan, hardware: str, costs: str | Path | None) -> tuple[Hardware, Priced]:
+def priced(plan: Plan, hardware: str, costs: str | Path | None) -> tuple[Hardware, PricedPlan]:
     """A machine, and a plan with its costs. The arguments are those of `predict`."""
     check_type("hardware", hardware, str, 'a text such as "h100-sxm,adapter_gbps=200"')
     check_type("costs", costs, (str, Path, None), "the folder of a run, or its costs.json")
     machine = Hardware.parse(hardware, OF_CPUS if config_of(plan).run.device == "cpu" else DEFAULT)
     if costs is None:
-        return machine, Priced(plan, analytic_cost(plan, machine), machine.title, machine)
+        return machine, PricedPlan(plan, analytic_cost(plan, machine), machine.title, machine)
     measured, digest, _ = read_costs(costs)
     source = f"{costs}" + (f", measured on {device}" if (device := device_of(costs)) else "")
     if digest != plan.digest and (Path(costs) / CONFIG).exists():
         moved = transferred(plan, machine, make_plan(load_config(Path(costs))), measured)
-        return machine, Priced(plan, moved.cost, f"{source}, another plan: {moved}")
-    return machine, Priced(plan, analytic_cost(plan, machine, measured), source)
+        return machine, PricedPlan(plan, moved.cost, f"{source}, another plan: {moved}")
+    return machine, PricedPlan(plan, analytic_cost(plan, machine, measured), source)
 
 
-def document(step: Priced, machine: Hardware, tokens: float | None = None) -> dict[str, Any]:
+def document(step: PricedPlan, machine: Hardware, tokens: float | None = None) -> dict[str, Any]:
     """What `predict` returns."""
     config = config_of(step.plan)
     values = report(step, machine, config.run.verify_every)

@@ -55,7 +55,7 @@ WHOLE_MESSAGES = MessageSettings()
 
 
 @dataclass(frozen=True)
-class Logits:
+class LogitsSettings:
     """What the program `generate` makes: logits of the last token of each sequence, in the units of the head
     (a head that is cut into tiles is several)."""
 

@@ -26,7 +26,7 @@ from threed.program.table import Plan, Table
 PROGRAM = "train"  # it runs step after step; the other programs run without graphs
 
 
-class Key(NamedTuple):
+class GraphKey(NamedTuple):
     """What a graph is of."""
 
     op: Op
@@ -39,7 +39,7 @@ class Key(NamedTuple):
 class Turn(NamedTuple):
     """A compute instruction in its pass."""
 
-    key: Key
+    key: GraphKey
     params: tuple[int, ...]  # parameter units that it reads
     grads: tuple[int, ...]  # parameter units to whose gradients it adds
 
@@ -78,8 +78,8 @@ def graphs(plan: Plan, position: int, transient: Callable[[Instruction], int] | 
             sets.append(0)
         sets[number] = ends[stage, microbatch]
         used.add((number, variant))
-        turns |= {step.index: Turn(Key(step.item.op, step.item.unit, stage, number, variant), step.params,
-                                   step.grads) for step in steps}
+        turns |= {step.index: Turn(GraphKey(step.item.op, step.item.unit, stage, number, variant),
+                                   step.params, step.grads) for step in steps}
         peak = _peak(steps, plan.table, transient or (lambda _: 0))
         peaks[stage, number] = max(peaks.get((stage, number), 0), peak)
     return Graphs(turns, peaks, beside)

@@ -148,7 +148,7 @@ def _kept_moves(forms: Sequence[Form]) -> Iterator[Pair]:
             computed = index
 
 
-class Buffer(NamedTuple):
+class PoolBuffer(NamedTuple):
     """A buffer of a pool."""
 
     pool: str
@@ -165,10 +165,10 @@ class Users:
         counts = {name: sizes for name in pools.pools() if (sizes := getattr(pools, name))}
         self.sizes = {name: sorted(sizes) for name, sizes in counts.items()}
         # (pool, size) -> the free buffers, in the order of the pool, and the users of each
-        self.free: dict[tuple[str, int], deque[tuple[Buffer, list[int]]]] = {
-            (name, numel): deque((Buffer(name, numel, number), []) for number in range(count))
+        self.free: dict[tuple[str, int], deque[tuple[PoolBuffer, list[int]]]] = {
+            (name, numel): deque((PoolBuffer(name, numel, number), []) for number in range(count))
             for name, sizes in counts.items() for numel, count in sizes.items()}
-        self.buffers: dict[Slot, Buffer] = {}
+        self.buffers: dict[Slot, PoolBuffer] = {}
         self.users: dict[Slot, list[int]] = {}  # of a slot's value, or of its last one
         self.alive = set(start)
         for slot in start:

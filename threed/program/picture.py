@@ -24,7 +24,7 @@ _WIDTHS = 1000, 4000  # least and most of the rows
 _DIGIT = 6  # width of a digit
 
 
-class Block(NamedTuple):
+class DrawnOp(NamedTuple):
     """Something that a timeline draws as one box; times in seconds."""
 
     op: Op
@@ -34,10 +34,10 @@ class Block(NamedTuple):
     name: str
 
 
-def blocks(program: Sequence[Instruction], start: Sequence[float], end: Sequence[float]) -> list[Block]:
+def blocks(program: Sequence[Instruction], start: Sequence[float], end: Sequence[float]) -> list[DrawnOp]:
     """The blocks of a lane. Neighbouring units that are computed one after the other for one micro-batch are
     one block; what takes no time is none."""
-    drawn: list[Block] = []
+    drawn: list[DrawnOp] = []
     previous = Instruction(Op.CLIP)
     for instruction, first, last in zip(program, start, end, strict=True):
         if last <= first:
@@ -48,7 +48,7 @@ def blocks(program: Sequence[Instruction], start: Sequence[float], end: Sequence
             name = f"{drawn[-1].name.split(' to ')[0]} to u{instruction.unit}"
             drawn[-1] = drawn[-1]._replace(end=last, name=name)
         else:
-            drawn.append(Block(instruction.op, instruction.microbatch, first, last, str(instruction)))
+            drawn.append(DrawnOp(instruction.op, instruction.microbatch, first, last, str(instruction)))
         previous = instruction
     return drawn
 
@@ -92,18 +92,18 @@ def svg(programs: Sequence[Sequence[Instruction]], when: Walk, title: str,
     return "\n".join([*parts, *_axis(total, scale, bottom, mark, unit), "</svg>", ""])
 
 
-def _computed(program: Sequence[Instruction], start: Sequence[float], end: Sequence[float]) -> list[Block]:
+def _computed(program: Sequence[Instruction], start: Sequence[float], end: Sequence[float]) -> list[DrawnOp]:
     """The blocks of the compute lane."""
     chosen = [index for index, item in enumerate(program) if item.op in _DRAWN]
     return blocks([program[i] for i in chosen], [start[i] for i in chosen], [end[i] for i in chosen])
 
 
-def _bubble(rows: Sequence[Sequence[Block]], total: float) -> float:
+def _bubble(rows: Sequence[Sequence[DrawnOp]], total: float) -> float:
     busy = sum(block.end - block.begin for row in rows for block in row if block.op != Op.CLIP)
     return max(0.0, 1.0 - busy / (total * len(rows)))
 
 
-def _scale(rows: Sequence[Sequence[Block]], total: float) -> float:
+def _scale(rows: Sequence[Sequence[DrawnOp]], total: float) -> float:
     """Pixels a second: so that most numbers fit into their blocks."""
     least, most = (width / total for width in _WIDTHS)
     needs = sorted((_DIGIT * len(str(block.microbatch)) + 2) / (block.end - block.begin)
@@ -111,7 +111,7 @@ def _scale(rows: Sequence[Sequence[Block]], total: float) -> float:
     return min(most, max([least, *needs[int(0.9 * len(needs)):][:1]]))
 
 
-def _legend(rows: Sequence[Sequence[Block]]) -> list[str]:
+def _legend(rows: Sequence[Sequence[DrawnOp]]) -> list[str]:
     parts, x = [], _LEFT
     for op in dict.fromkeys(block.op for op in COLORS for row in rows for block in row if block.op == op):
         parts += [f'<rect x="{x}" y="26" width="12" height="12" fill="{COLORS[op]}"/>',

@@ -16,7 +16,7 @@ from threed.base.mesh import GROUPS
 from threed.base.quantity import add_up, ring
 from threed.optim.base import BYTES, Buffer
 from threed.program.digest import digest_of
-from threed.program.entries import WHOLE_MESSAGES, Handed, Logits, MessageSettings, Read, Reduction
+from threed.program.entries import WHOLE_MESSAGES, Handed, LogitsSettings, MessageSettings, Read, Reduction
 from threed.program.instruction import PARAMETER_KINDS, WHOLES, Instruction, Op, Slot, Tier
 from threed.schema import Config
 from threed.spec.kernels import Kernel
@@ -124,7 +124,7 @@ class Table:
     zero: ZeroSettings = ZeroSettings()
     activation: ActivationSettings = ActivationSettings()
     update: UpdateSettings = UpdateSettings()
-    logits: Logits | None = None  # None: no program makes any
+    logits: LogitsSettings | None = None  # None: no program makes any
     trains: bool = True  # False: no program trains, and there are no gradients
     messages: MessageSettings = WHOLE_MESSAGES
 

@@ -24,19 +24,19 @@ from collections.abc import Callable
 
 from threed.base.errors import InputError
 from threed.schedules.bound import Bound
-from threed.schedules.explore import Candidate, Course, Explorer, least, score
+from threed.schedules.explore import Course, Explorer, Trial, least, score
 from threed.schedules.orders import SCHEDULES, Order, line, vee
-from threed.schedules.timed import Times, play
+from threed.schedules.timed import StageTimes, play
 
 # What a position may keep at each step of the search, in micro-batches of its whole share, by the number of
 # positions; the last step is all of them.
 LADDER = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, math.inf)
 
-TimesOf = Callable[[tuple[int, ...]], Times | None]
+TimesOf = Callable[[tuple[int, ...]], StageTimes | None]
 
 
 def search(p: int, m: int, times: TimesOf, limit: float | None, virtual: int | None = None,
-           seconds: float | None = None) -> tuple[Candidate, Bound]:
+           seconds: float | None = None) -> tuple[Trial, Bound]:
     """The best order for p positions and m micro-batches, and what no order on the same placements can be
     below.
 
@@ -74,9 +74,9 @@ class _Search:
         searched = [course for course in self.courses if course.place in (line(p, 1), vee(p, 2))]
         self.searched = searched or self.courses
         self.named = {name: known[place] for name, place in places.items() if place in known}
-        self.best: dict[int, Candidate | None] = {}
+        self.best: dict[int, Trial | None] = {}
 
-    def find(self, m: int, seconds: float | None = None) -> Candidate | None:
+    def find(self, m: int, seconds: float | None = None) -> Trial | None:
         """The best order of m micro-batches; None where none is within the limit."""
         found = self.named_orders(m)
         found += self.explored(m, min(found, key=score, default=None), seconds)
@@ -94,16 +94,16 @@ class _Search:
                 found.append(part._replace(timed=play(order, part.place, course.times)))
         return min(found, key=score, default=None)
 
-    def named_orders(self, m: int) -> list[Candidate]:
+    def named_orders(self, m: int) -> list[Trial]:
         found = []
         for name, course in self.named.items():
             if m >= SCHEDULES[name].least(self.p):
                 order = play(SCHEDULES[name].make(self.p, m, course.virtual), course.place, course.times)
                 if order.peak <= self.limit * course.virtual + 1e-9:
-                    found.append(Candidate(name, course.virtual, course.place, order))
+                    found.append(Trial(name, course.virtual, course.place, order))
         return found
 
-    def explored(self, m: int, known: Candidate | None, seconds: float | None) -> list[Candidate]:
+    def explored(self, m: int, known: Trial | None, seconds: float | None) -> list[Trial]:
         """The best orders of each step of the ladder, from the highest on; but for steps at which none can be
         better than what is known."""
         until, found = time.monotonic() + (seconds or 0.0), [known] if known is not None else []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from threed.schedules.timed import Times
+from threed.schedules.timed import StageTimes
 
 
 class Bound(NamedTuple):
@@ -13,7 +13,7 @@ class Bound(NamedTuple):
     total_s: float  # of the step
 
 
-def bound(place: Sequence[int], times: Times, m: int, room: int | None = None) -> Bound:
+def bound(place: Sequence[int], times: StageTimes, m: int, room: int | None = None) -> Bound:
     """The least span and step time, in seconds, of any order of m micro-batches on this placement in which
     each position keeps at most `room` chunks (None: any number).
 
@@ -39,7 +39,7 @@ def bound(place: Sequence[int], times: Times, m: int, room: int | None = None) -
 class _Path:
     """One micro-batch's way through the stages: when each task starts, if nothing else runs."""
 
-    def __init__(self, place: Sequence[int], times: Times):
+    def __init__(self, place: Sequence[int], times: StageTimes):
         self.place, self.times = place, times
         stages = len(place)
         path = [*range(stages), *reversed(range(stages))]

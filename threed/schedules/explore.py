@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from threed.schedules import rule
 from threed.schedules.bound import Bound, bound
-from threed.schedules.rule import Rule
-from threed.schedules.timed import TimedOrder, Times
+from threed.schedules.rule import OrderRule
+from threed.schedules.timed import StageTimes, TimedOrder
 
 FRESH, KEPT = 40, 4  # random rules, and rules that are kept
 WORK, LEAST, MOST = 36_000, 100, 250  # changed rules: WORK / (positions * micro-batches), within these
@@ -23,21 +23,21 @@ class Course(NamedTuple):
 
     virtual: int
     place: tuple[int, ...]
-    times: Times
+    times: StageTimes
 
     def room(self, limit: float, m: int) -> int:
         """The chunks that a position may keep; `limit` is in micro-batches of its whole share."""
         return int(min(limit, m) * self.virtual + 1e-9)
 
 
-class Candidate(NamedTuple):
+class Trial(NamedTuple):
     name: str
     virtual: int
     place: tuple[int, ...]
     timed: TimedOrder
 
 
-def score(candidate: Candidate) -> tuple[float, float, int]:
+def score(candidate: Trial) -> tuple[float, float, int]:
     """The less, the better: first the step, then the longest span, then what is kept."""
     order = candidate.timed
     return round(order.total_s, 9), round(order.span_s, 9), order.peak
@@ -57,10 +57,10 @@ class Explorer:
         self.courses = [course for course in courses if course.room(limit, m) >= course.virtual]
         self.m, self.limit, self.random = m, limit, random.Random(f"{m} {limit}")
         self.bound = least(courses, m, limit)
-        self.best: Candidate | None = None
-        self.pool: list[tuple[tuple[float, float, int], Rule, Course]] = []  # the best rules, in order
+        self.best: Trial | None = None
+        self.pool: list[tuple[tuple[float, float, int], OrderRule, Course]] = []  # the best rules, in order
 
-    def beyond(self, candidate: Candidate | None) -> bool:
+    def beyond(self, candidate: Trial | None) -> bool:
         """Whether no order can be better than this one."""
         if candidate is None:
             return not self.courses
@@ -86,7 +86,7 @@ class Explorer:
             _, known, course = self.pool[index]
             self.try_rule(self.changed(known), course, index)
 
-    def try_rule(self, tried: Rule, course: Course, instead: int | None = None) -> None:
+    def try_rule(self, tried: OrderRule, course: Course, instead: int | None = None) -> None:
         """Play a rule, and keep it if it is among the best; or, with `instead`, no worse than that one."""
         worst = self.pool[-1 if instead is None else instead][0][0] if self.pool else math.inf
         if instead is None and len(self.pool) < KEPT:
@@ -95,7 +95,7 @@ class Explorer:
         order = rule.play(tried, course.place, course.times, self.m, room, worst)
         if order is None:
             return
-        found = Candidate("searched", course.virtual, course.place, order)
+        found = Trial("searched", course.virtual, course.place, order)
         if self.best is None or score(found) < score(self.best):
             self.best = found
         if instead is None:
@@ -112,20 +112,20 @@ class Explorer:
         way = (sum(times.forward) + sum(times.input)) / (max(rule.work(course.place, times)) or 1.0)
         return max(0.1, (course.room(self.limit, self.m) - way) / (max(course.place) + 1))
 
-    def patterns(self, course: Course) -> list[Rule]:
+    def patterns(self, course: Course) -> list[OrderRule]:
         """Rules with which a search well begins: equal slack, or more of it in every other leg."""
         v, loose = course.virtual, self.loose(course)
         found = []
         for share in (0.3, 0.6, 0.9):
             for odd in (1 / 3, 1 / 2, 2 / 3) if v == 2 else (1 / 2,):
                 slack = [share * loose / v * (odd if leg % 2 else 1 - odd) for leg in range(2 * v)]
-                found.append(Rule(tuple(slack), (0.0,) * (2 * v - 1), 0.0, 0.25, -1.0))
+                found.append(OrderRule(tuple(slack), (0.0,) * (2 * v - 1), 0.0, 0.25, -1.0))
         still = (0.0,) * (2 * v - 1)
         for ahead, worth, spare in ((0.1, 1.0, -1.0), (0.3, 1.0, -1.0), (0.3, 0.5, -1.0), (100.0, 0.5, 0.9)):
-            found += [Rule((share,) * 2 * v, still, ahead, worth, spare) for share in (0.0, 0.05)]
+            found += [OrderRule((share,) * 2 * v, still, ahead, worth, spare) for share in (0.0, 0.05)]
         return found
 
-    def fresh(self, course: Course) -> Rule:
+    def fresh(self, course: Course) -> OrderRule:
         """A random rule. Lives of chunks are as long as the room allows, or shorter."""
         draw, v = self.random.random, course.virtual
         loose = 1.2 * draw() * self.loose(course)
@@ -142,9 +142,9 @@ class Explorer:
         else:
             ahead = self.random.choice((0.0, 0.0, 0.0, 0.03, 0.1))
             spare = self.random.choice((-1.0, -1.0, -1.0, 0.0, draw()))
-        return Rule(tuple(loose * share for share in slack), turn, ahead, worth, spare)
+        return OrderRule(tuple(loose * share for share in slack), turn, ahead, worth, spare)
 
-    def changed(self, known: Rule) -> Rule:
+    def changed(self, known: OrderRule) -> OrderRule:
         """A rule that differs in one number, or two."""
         draw, choice = self.random.random, self.random.choice
         by, what = choice(STEPS) * 2 * (draw() + draw() - 1), draw()

@@ -22,12 +22,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from threed.schedules.orders import Task
-from threed.schedules.timed import TimedOrder, Times
+from threed.schedules.timed import StageTimes, TimedOrder
 
 INF = float("inf")
 
 
-class Rule(NamedTuple):
+class OrderRule(NamedTuple):
     """All in shares of the period, which is the work of the position with the most of it, but `spare`."""
 
     slack: tuple[float, ...]  # of each leg, for a step from stage to stage
@@ -38,7 +38,7 @@ class Rule(NamedTuple):
     pace: float = 1.0  # the period of the keys
 
 
-def work(place: Sequence[int], times: Times) -> list[float]:
+def work(place: Sequence[int], times: StageTimes) -> list[float]:
     """Seconds that each position computes for a micro-batch."""
     seconds = [0.0] * (max(place) + 1)
     for stage, position in enumerate(place):
@@ -46,7 +46,7 @@ def work(place: Sequence[int], times: Times) -> list[float]:
     return seconds
 
 
-def keys(rule: Rule, place: Sequence[int], times: Times) -> tuple[list[float], list[float]]:
+def keys(rule: OrderRule, place: Sequence[int], times: StageTimes) -> tuple[list[float], list[float]]:
     """The keys of the first micro-batch's forwards and input halves, by stage, in seconds."""
     stages = len(place)
     leg, unit = max(place) + 1, max(work(place, times))
@@ -60,7 +60,7 @@ def keys(rule: Rule, place: Sequence[int], times: Times) -> tuple[list[float], l
     return values[:stages], [key, *reversed(values[stages:])]
 
 
-def play(rule: Rule, place: Sequence[int], times: Times, m: int, room: int,
+def play(rule: OrderRule, place: Sequence[int], times: StageTimes, m: int, room: int,
          longest_s: float = INF) -> TimedOrder | None:
     """The order that a rule gives, where a position keeps at most `room` chunks; None where the pipeline
     stands still before its end, or takes longer than `longest_s`."""
@@ -78,7 +78,7 @@ class _Player:
     forward, 1: input half, 2: weights' half), a task is op * m + micro-batch. Each op runs its micro-batches
     in their order."""
 
-    def __init__(self, rule: Rule, place: Sequence[int], times: Times, m: int, room: int):
+    def __init__(self, rule: OrderRule, place: Sequence[int], times: StageTimes, m: int, room: int):
         stages, p = len(place), max(place) + 1
         v = stages // p
         forward, backward = keys(rule, place, times)

@@ -10,7 +10,7 @@ from threed.schedules.orders import Order, Task, needs
 
 
 @dataclass(frozen=True)
-class Times:
+class StageTimes:
     """Seconds of each stage's forward, input half and weights' half, and of a message between positions."""
 
     forward: list[float]
@@ -24,7 +24,8 @@ class Times:
         return {"F": self.forward, "I": self.input, "W": self.weight}[task.kind][task.stage]
 
     @classmethod
-    def equal(cls, stages: int, whole: tuple[float, float, float], share: int, message: float = 0.0) -> Times:
+    def equal(cls, stages: int, whole: tuple[float, float, float], share: int,
+              message: float = 0.0) -> StageTimes:
         """Equal stages: `whole` is a position's forward, input half and weights' half; a stage takes 1/share
         of it."""
         return cls(*([seconds / share] * stages for seconds in whole), message=message)
@@ -37,7 +38,7 @@ class TimedOrder(NamedTuple):
     peak: int  # the most chunks that any position keeps at a time, each from its forward to its weights' half
 
 
-def play(order: Order, place: Sequence[int], times: Times) -> TimedOrder:
+def play(order: Order, place: Sequence[int], times: StageTimes) -> TimedOrder:
     """Time an order: each position runs its tasks one after the other, each as soon as it has what it needs;
     a value takes the time of a message to reach another position. A task that never has what it needs is not
     run, nor is what comes after it."""

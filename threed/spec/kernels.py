@@ -30,7 +30,7 @@ class Product(NamedTuple):
         return 2 * self.m * self.n * self.k * self.count
 
 
-class Attention(NamedTuple):
+class AttentionKernel(NamedTuple):
     """Causal attention in one kernel, which stores no [S, S] matrix."""
 
     sequences: int
@@ -62,4 +62,4 @@ class Moved(NamedTuple):
         return 0
 
 
-Kernel = Product | Attention | Moved
+Kernel = Product | AttentionKernel | Moved

@@ -28,7 +28,7 @@ from threed.tensor.layers import (
 )
 from threed.tensor.random import keep_mask
 from threed.tensor.rotary import frequencies
-from threed.tensor.saving import Saving
+from threed.tensor.saving import SavingPolicy
 from threed.tensor.softmax import CHUNK, Chunks, add_to_softmax, cross_entropy_in_chunks, cross_entropy_of
 
 
@@ -98,7 +98,7 @@ class Context:
     sequence_parallel: bool  # the sequence of the residual stream is cut over tp
     dtype: torch.dtype
     weight_grads: WeightGrads
-    saving: Saving = field(default_factory=Saving)
+    saving: SavingPolicy = field(default_factory=SavingPolicy)
     fused: Fused = field(default_factory=Fused)
     varlen: bool = False  # one kernel attends to all documents
     # Of the run and the rank: user layers make their modules with them.

@@ -76,9 +76,9 @@ def _compiled(body: Body) -> Body:
 
 
 def _triton() -> LossKernels:
-    from threed.tensor.loss_kernel import Kernels
+    from threed.tensor.loss_kernel import TritonKernels
 
-    return Kernels
+    return TritonKernels
 
 
 class _Fallback:

@@ -26,7 +26,7 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from threed.tensor.layers import WeightGrads
-from threed.tensor.saving import Saving
+from threed.tensor.saving import SavingPolicy
 
 # Nodes of autograd's graph by name. The two operands of a product, of which one is the weight: the last two
 # of a product of matrices, the first two of a convolution.
@@ -51,7 +51,7 @@ class Halves(NamedTuple):
         return cls(roots, leaves, [weight for node, weight in own.items() if node not in later],
                    [(product, own[node]) for node, product in later.items()])
 
-    def run(self, grads: Sequence[torch.Tensor], sums: WeightGrads, saving: Saving) -> None:
+    def run(self, grads: Sequence[torch.Tensor], sums: WeightGrads, saving: SavingPolicy) -> None:
         """The input half. Each leaf gets its gradient as `.grad`; what is left goes to `sums.put_off`."""
         assert sums.put_off is not None
         edges = [GradientEdge(product, 0) for product, _ in self.later]
@@ -72,7 +72,7 @@ def _add(weight: torch.Tensor, grad: torch.Tensor) -> None:
     torch.autograd.backward([weight], [grad])  # only adds, by the hook of the weight
 
 
-def _multiply(edge: GradientEdge, grad: torch.Tensor, weight: torch.Tensor, saving: Saving) -> None:
+def _multiply(edge: GradientEdge, grad: torch.Tensor, weight: torch.Tensor, saving: SavingPolicy) -> None:
     with saving.without_parameters():
         torch.autograd.backward([edge], [grad], inputs=[weight])
 

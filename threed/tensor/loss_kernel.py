@@ -61,7 +61,7 @@ def gradient_kernel(logits, places, numbers, grads, width, real, BLOCK: tl.const
     tl.store(logits, tl.where(columns < real, written, 0.0), mask=columns < width)
 
 
-class Kernels:
+class TritonKernels:
     """As fused_loss.LossKernels."""
 
     @staticmethod

@@ -26,7 +26,7 @@ ALIGNED = 16  # bytes
 PLAIN = (int, float, bool, str, type(None))  # may stand in a tree beside tensors, if they are always the same
 
 
-class Stream(Protocol):
+class PackedStream(Protocol):
     """What a unit hands to the next one."""
 
     def open(self, slot: torch.Tensor, backward: bool) -> tuple[Any, list[torch.Tensor]]:

@@ -15,7 +15,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 
-class Place(NamedTuple):
+class UnsavedMemory(NamedTuple):
     """Memory whose tensors are not saved themselves."""
 
     start: torch.Tensor  # the memory, as a flat tensor
@@ -35,7 +35,7 @@ class _Recipe(NamedTuple):
     make: Callable[[], torch.Tensor]
 
 
-class Saving:
+class SavingPolicy:
     """Decides how each tensor of a rank is saved. `pieces`: the kinds of tensors that are computed again
     (activation.pieces)."""
 
@@ -67,7 +67,7 @@ class Saving:
             return function(*inputs)
         return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)  # pyright: ignore
 
-    def keeping(self, places: Sequence[Place]) -> AbstractContextManager[Any]:
+    def keeping(self, places: Sequence[UnsavedMemory]) -> AbstractContextManager[Any]:
         """The context of a unit's forward."""
         return torch.autograd.graph.saved_tensors_hooks(lambda t: self._pack(t, places), self._unpack) \
             if places or self.pieces else nullcontext()
@@ -82,7 +82,7 @@ class Saving:
         finally:
             self._without_parameters = False
 
-    def _pack(self, tensor: torch.Tensor, places: Sequence[Place]) -> torch.Tensor | _Part | _Recipe:
+    def _pack(self, tensor: torch.Tensor, places: Sequence[UnsavedMemory]) -> torch.Tensor | _Part | _Recipe:
         for output, make in self._recipes:
             if _view_of(tensor) == _view_of(output):
                 return _Recipe(make)

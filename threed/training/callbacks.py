@@ -24,7 +24,7 @@ from threed.monitor.stepline import waiting
 from threed.monitor.timeline import picture
 from threed.monitor.traces import TraceWriter
 from threed.schema import Config
-from threed.training.generation import Writer
+from threed.training.generation import TextWriter
 from threed.training.hooks import Callback, Guarded, Step
 from threed.training.trainer import Trainer, mean_loss
 
@@ -154,7 +154,7 @@ class Writing(Callback):
             prompts = tuple(encode(tokenizer, train.sample_prompts, trainer.config.data, model))
         with trainer.watch.phase("encode train.sample_prompts"):
             self.prompts, vocab, ends = trainer.comm.broadcast(prompts)
-        self.writer = Writer(trainer.engine, vocab, ends)
+        self.writer = TextWriter(trainer.engine, vocab, ends)
 
     def on_step_end(self, trainer: Trainer, step: Step) -> None:
         train = trainer.config.train

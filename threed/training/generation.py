@@ -53,7 +53,7 @@ class Text(NamedTuple):
     ended: bool  # whether a token came that ends a text (which is not in `ids`)
 
 
-class Writer:
+class TextWriter:
     """Continues texts on the ranks of an engine whose plan has the program `generate`. All ranks make the
     same calls."""
 

@@ -18,7 +18,7 @@ from threed.base.quantity import show_bytes, show_seconds
 from threed.checkpoint.copy import Copied, Copier
 from threed.checkpoint.format import folder
 from threed.checkpoint.load import Resumed
-from threed.checkpoint.save import Outcome, Saver, Stage
+from threed.checkpoint.save import Outcome, Saver, SaveStage
 from threed.comm.group import Comm
 from threed.engine.engine import Engine
 from threed.engine.watch import Watch
@@ -79,7 +79,7 @@ class Checkpoints:
     def after_step(self, statuses: torch.Tensor, trace: Trace) -> None:
         """Go on with the save under way. `statuses`: all ranks'; `trace`: of this rank's step."""
         self._tell_copies()
-        if self._saver.stage is Stage.IDLE:
+        if self._saver.stage is SaveStage.IDLE:
             return
         # A wait without a source instruction is for a snapshot, which was under way when the program began.
         self._blocked_s += sum(wait.wait_s for wait in trace.waits if wait.source < 0)
@@ -94,7 +94,7 @@ class Checkpoints:
         """Begin a checkpoint of the run's state after this step; without snapshots the run waits for it."""
         number = self._zero.step_number
         self.finish(PATIENCE_S)
-        if self._saver.stage is not Stage.IDLE:
+        if self._saver.stage is not SaveStage.IDLE:
             self._say(f"warning: no checkpoint of step {number}: that of step {self._saver.step} is still "
                       "being written; raise checkpoint.every, or write to a faster disk")
             return
@@ -123,12 +123,12 @@ class Checkpoints:
         """Wait for the save under way in a run that ends because its loss is not finite. Its weights may be
         the cause, so it pushes no older checkpoint out."""
         self.finish(PATIENCE_S, prunes=False)
-        if self._saver.stage is not Stage.IDLE:
+        if self._saver.stage is not SaveStage.IDLE:
             self._say(f"warning: the checkpoint of step {self._saver.step} was not finished")
 
     def finish(self, most_s: float = math.inf, prunes: bool = True) -> str | None:
         """Wait for the save under way, if any. Returns why it failed; None if it did not."""
-        if self._saver.stage is Stage.IDLE:
+        if self._saver.stage is SaveStage.IDLE:
             return None
         begin, outcome = time.monotonic(), None
         with self.watch.phase("save a checkpoint", waits=False):

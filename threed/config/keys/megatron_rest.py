@@ -4,7 +4,7 @@ sentence says what becomes of the option's effect."""
 from __future__ import annotations
 
 from threed.config.keys import megatron_values as take
-from threed.config.keys.table import NO_KEY, NOTHING, Row
+from threed.config.keys.table import NO_KEY, NOTHING, Key
 
 _ONE = (1,)
 _ALWAYS = (  # (what is true here, the options that ask for it or choose how it is done)
@@ -85,15 +85,15 @@ _MISSING = (  # (what threed has not, the options that ask for it)
     ("options in a second file: threed convert --megatron takes that file", "yaml_cfg"),
 )
 WITHOUT_VALUE = (
-    Row("exit_duration_in_mins", "run.stop_after (such as 230m)", take.stop_after),
-    Row("exit_interval", NOTHING + "run.stop_after ends a job by its time, train.steps a run",
+    Key("exit_duration_in_mins", "run.stop_after (such as 230m)", take.stop_after),
+    Key("exit_interval", NOTHING + "run.stop_after ends a job by its time, train.steps a run",
         take.exit_interval),
-    Row("dataloader_type", NO_KEY + "each source is shuffled by train.seed", take.one_order),
-    Row("num_experts", NOTHING + "threed has no experts", None, (1, [1])),
-    Row("moe_*", NOTHING + "threed has no experts", take.of_experts),
-    Row("create_moe_param_group", NO_KEY + "there are no experts"),
-    Row("ds_sequence_parallel_size",
+    Key("dataloader_type", NO_KEY + "each source is shuffled by train.seed", take.one_order),
+    Key("num_experts", NOTHING + "threed has no experts", None, (1, [1])),
+    Key("moe_*", NOTHING + "threed has no experts", take.of_experts),
+    Key("create_moe_param_group", NO_KEY + "there are no experts"),
+    Key("ds_sequence_parallel_size",
         NOTHING + "threed has no sequences cut over ranks of their own", None, _ONE),
-    *(Row(name, NO_KEY + what) for what, names in _ALWAYS for name in names.split()),
-    *(Row(name, NOTHING + f"threed has no {what}") for what, names in _MISSING for name in names.split()),
+    *(Key(name, NO_KEY + what) for what, names in _ALWAYS for name in names.split()),
+    *(Key(name, NOTHING + f"threed has no {what}") for what, names in _MISSING for name in names.split()),
 )

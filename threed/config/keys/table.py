@@ -30,7 +30,7 @@ class Refused(Exception):
     """threed cannot do what this key asks for; the reason."""
 
 
-class Row(NamedTuple):
+class Key(NamedTuple):
     theirs: str  # the end of a dotted key, or an option with _ for -; a name with * stands for many
     ours: str
     take: Callable[[Any, Given], Any] | None = None
@@ -55,12 +55,12 @@ class Row(NamedTuple):
 
 class Framework(NamedTuple):
     name: str
-    rows: tuple[Row, ...]
+    rows: tuple[Key, ...]
     # what its keys are where they are not given, where that differs from threed: as a function of those given
     defaults: Callable[[Given], dict[str, Any]]
     sections: Mapping[str, str] = {}  # section of its file -> ours, for a key that no row has
 
-    def row(self, key: str) -> Row | None:
+    def row(self, key: str) -> Key | None:
         """The row of a key: by its full name, or by the end of it that is longest."""
         parts = key.lstrip("-").split(".")
         tails = [".".join(parts[first:]) for first in range(len(parts))]

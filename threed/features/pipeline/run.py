@@ -28,7 +28,7 @@ from threed.program.table import Table, gradient_kind
 from threed.schema import Config
 from threed.tensor.context import Batch, Context
 from threed.tensor.halves import Halves
-from threed.tensor.packing import Packed, Stream, Whole
+from threed.tensor.packing import Packed, PackedStream, Whole
 
 
 class KeptInputs(Protocol):
@@ -73,7 +73,7 @@ class Plain:
         return tensor
 
 
-class Saved(NamedTuple):
+class SavedGraph(NamedTuple):
     """The leaves and roots of a unit's graph, which BACKWARD needs. (The outputs are slots of their own.)"""
 
     # Of the unit's input; none where it gets no gradient: tokens, or a sum that the unit only adds to.
@@ -148,13 +148,13 @@ class PipelineRun:
         slots.put(Slot("saved", unit, microbatch), saved)
 
     def _run(self, unit: int, microbatch: int, x: torch.Tensor | None, slots: Slots,
-             backward: bool) -> tuple[Out, Saved | None]:
+             backward: bool) -> tuple[Out, SavedGraph | None]:
         """The output of a unit; and what its BACKWARD needs, if there is one. Stores what the unit hands
         on."""
         given, compute = self._read(unit, microbatch, slots), self._with_graph if backward else self._alone
         batch = self.runner.fixed(microbatch, self.feed.take(microbatch))
 
-        def body(*inputs: torch.Tensor) -> tuple[Tensors, Saved | None]:
+        def body(*inputs: torch.Tensor) -> tuple[Tensors, SavedGraph | None]:
             first = inputs[0] if x is not None else None
             reads = dict(zip(given, inputs[len(inputs) - len(given):], strict=True))
             output, saved = compute(unit, microbatch, batch, first, reads)
@@ -179,7 +179,7 @@ class PipelineRun:
         return self._compute(unit, batch, value, reads), None
 
     def _with_graph(self, unit: int, microbatch: int, batch: Batch, x: torch.Tensor | None,
-                    given: dict[Slot, torch.Tensor]) -> tuple[Out, Saved]:
+                    given: dict[Slot, torch.Tensor]) -> tuple[Out, SavedGraph]:
         """The output of a unit, and what its BACKWARD needs."""
         value, leaves = x, list[torch.Tensor]()
         if x is not None and not self.table.units[unit].adds:
@@ -190,7 +190,7 @@ class PipelineRun:
         roots = self.stream(unit).roots(output.x) if unit < self.table.last else []
         roots += [output.makes[each.name] for each in self.table.units[unit].makes]
         roots += [output.loss] if output.loss is not None else []
-        return output, Saved(leaves, reads, list(map(_root, roots)))
+        return output, SavedGraph(leaves, reads, list(map(_root, roots)))
 
     def _compute(self, unit: int, batch: Batch, x: Any,
                  reads: dict[Slot, torch.Tensor]) -> Out:
@@ -242,7 +242,7 @@ class PipelineRun:
                    delayed: bool = False) -> list[Callable[[], None]] | None:
         """Run a unit's graph: gradients of its input, of the tensors it read, and (by hooks) of its weights.
         `delayed`: returns functions that add the gradients of its weights."""
-        saved: Saved = slots.get(Slot("saved", unit, microbatch))
+        saved: SavedGraph = slots.get(Slot("saved", unit, microbatch))
         sums = [_gradient(Slot(read.name, read.unit, microbatch)) for read in self.table.units[unit].reads]
         begun = [slots.get(slot) if slot in slots else None for slot in sums]
         passes_on = unit == 0 or self.table.units[unit].adds  # no gradient of the input is computed
@@ -291,7 +291,7 @@ class PipelineRun:
         return operands
 
     def _grads(self, unit: int, microbatch: int, slots: Slots) -> list[torch.Tensor]:
-        """The gradients with which a unit's backward begins, in the order of `Saved.roots`."""
+        """The gradients with which a unit's backward begins, in the order of `SavedGraph.roots`."""
         held = self.table.units[unit]
         grads = list[torch.Tensor]()
         if unit < self.table.last:
@@ -331,13 +331,13 @@ class PipelineRun:
             self._sends.popleft().wait()
 
 
-def _streams(config: Config, table: Table, context: Context) -> Callable[[int], Stream]:
+def _streams(config: Config, table: Table, context: Context) -> Callable[[int], PackedStream]:
     """Unit -> what it hands to the next unit."""
     layers, share = layers_of(config), share_of(config)
     whole = Whole((context.sequence()[1], config.train.micro_batch_size, config.model.hidden), context.dtype)
 
     @cache
-    def stream(unit: int) -> Stream:
+    def stream(unit: int) -> PackedStream:
         schema = layers[table.units[unit].layers[1] - 1].schema(share)
         return whole if schema is None else Packed(schema, context.dtype)
 

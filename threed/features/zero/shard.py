@@ -46,7 +46,7 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class Layout:
+class FlatLayout:
     placed: tuple[Placed, ...]
     segments: tuple[Segment, ...]
     numel: int  # with padding
@@ -75,7 +75,7 @@ class Layout:
                 for s in self.segments if s.start < stop and s.stop > start]
 
 
-def layout(parameters: tuple[Parameter, ...], ranks: Mapping[str, int], num_shards: int) -> Layout:
+def layout(parameters: tuple[Parameter, ...], ranks: Mapping[str, int], num_shards: int) -> FlatLayout:
     """Lay out the parameters of a unit for sizes of the axes, cut into `num_shards`."""
     placed, segments, offset = [], [], 0
     # By axes even where an axis has one rank, so that the order in the buffer is the same on all meshes.
@@ -90,7 +90,8 @@ def layout(parameters: tuple[Parameter, ...], ranks: Mapping[str, int], num_shar
                 placed.append(Placed(parameter, shape, parameter.module_shape(ranks), offset, offset + count))
                 offset += count
         segments.append(Segment(first, offset, not plain, axes, apart))
-    return Layout(tuple(placed), tuple(segments), round_up(offset, num_shards * ALIGNMENT), num_shards, ranks)
+    padded = round_up(offset, num_shards * ALIGNMENT)
+    return FlatLayout(tuple(placed), tuple(segments), padded, num_shards, ranks)
 
 
 def counts(axes: tuple[str, ...], place: Mapping[str, int]) -> bool:

@@ -13,7 +13,7 @@ from torch import nn
 
 from threed.base.quantity import ALIGNMENT, round_up
 from threed.comm.lanes import Job, copy
-from threed.features.zero.shard import Layout, Placed, Segment
+from threed.features.zero.shard import FlatLayout, Placed, Segment
 from threed.features.zero.snapshot import Snapshot
 from threed.features.zero.storage import Storage
 from threed.optim.base import BYTES, Buffer
@@ -54,7 +54,7 @@ class UnitState:
     whole.
     """
 
-    def __init__(self, number: int, layout: Layout, index: int, storage: Storage):
+    def __init__(self, number: int, layout: FlatLayout, index: int, storage: Storage):
         self.layout, self.index, self.storage = layout, index, storage
         table, precision, device = storage.table, storage.precision, storage.device
         self.number, self.unit = number, table.parameters[number]

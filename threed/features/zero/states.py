@@ -5,23 +5,23 @@ from __future__ import annotations
 import torch
 
 from threed.comm.group import Comm
-from threed.features.zero.shard import Layout
+from threed.features.zero.shard import FlatLayout
 from threed.features.zero.snapshot import Snapshot
 from threed.features.zero.state import UnitState
 from threed.features.zero.storage import Storage
 from threed.schema import Config
 from threed.tensor.random import Draw, draw
-from threed.tensor.saving import Place
+from threed.tensor.saving import UnsavedMemory
 
 
-def places(states: list[UnitState]) -> list[Place]:
+def places(states: list[UnitState]) -> list[UnsavedMemory]:
     """Parameters that autograd must not save as tensors, but look up again in BACKWARD: their buffers may
     hold other units meanwhile."""
-    return [Place(state.param, state.whole_param) for state in states if not state.unit.whole
+    return [UnsavedMemory(state.param, state.whole_param) for state in states if not state.unit.whole
             and state.param is not None]
 
 
-def make_states(config: Config, comm: Comm, layouts: dict[int, Layout], storage: Storage,
+def make_states(config: Config, comm: Comm, layouts: dict[int, FlatLayout], storage: Storage,
                 draw: Draw = draw) -> dict[int, UnitState]:
     """The states of the parameter units that a rank holds, with initial values by `draw`."""
     states = {}

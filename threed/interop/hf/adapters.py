@@ -16,11 +16,11 @@ import torch
 from threed.base.errors import InputError
 from threed.interop.hf import sidecar as kept
 from threed.interop.hf.config import family_for
-from threed.interop.hf.families import HFFamily, Row
-from threed.interop.hf.mapping import Part
+from threed.interop.hf.families import HFFamily, TensorRow
+from threed.interop.hf.mapping import TensorPart
 from threed.interop.hf.places import ADAPTER, read
 from threed.interop.hf.source import Trained
-from threed.interop.hf.tensors import NAMES, Writer, headers_of
+from threed.interop.hf.tensors import NAMES, FileWriter, headers_of
 from threed.models.layers.parts import Adapter
 from threed.models.model import adapters
 from threed.schema import ModelConfig
@@ -64,11 +64,11 @@ def export_adapters(run: Path, output: Path, dtype: str | None = None, like: Pat
         base = str(like) if like is not None else (described or {}).get("_name_or_path")
         with trained.written(output) as aside:
             say(f"{trained.path} as adapters of a {family.model_type}: {WEIGHTS}")
-            writer = Writer(aside, {WEIGHTS: header}, f"--dtype {dtype or 'fp32'}")
+            writer = FileWriter(aside, {WEIGHTS: header}, f"--dtype {dtype or 'fp32'}")
             for adapter in adapters(model):
                 values = _values(family, adapter, rows[adapter.of], trained)
                 for name, each in zip(_names(modules[adapter.name]), values, strict=True):
-                    writer.write(name, Part(each, tuple(each.shape)))
+                    writer.write(name, TensorPart(each, tuple(each.shape)))
             notes = writer.close()
             (aside / CONFIG).write_text(kept.text_of(_described(family, model, list(modules.values()), base)))
         return {**trained.summary(family.model_type, output), "notes": notes}
@@ -78,7 +78,7 @@ def _names(module: str) -> tuple[str, str]:
     return f"base_model.model.{module}.lora_A.weight", f"base_model.model.{module}.lora_B.weight"
 
 
-def _module(family: HFFamily, adapter: Adapter, row: Row) -> str:
+def _module(family: HFFamily, adapter: Adapter, row: TensorRow) -> str:
     """Their linear that has an adapter."""
     target = adapter.name.rpartition(".")[2]
     found = [name for name in row.theirs if name.endswith(f".{target}.weight")]
@@ -91,7 +91,7 @@ def _module(family: HFFamily, adapter: Adapter, row: Row) -> str:
     return found[0].removesuffix(".weight")
 
 
-def _values(family: HFFamily, adapter: Adapter, row: Row, trained: Trained) -> Iterator[torch.Tensor]:
+def _values(family: HFFamily, adapter: Adapter, row: TensorRow, trained: Trained) -> Iterator[torch.Tensor]:
     """A [rank, inputs] and B [outputs, rank], with outputs in their order."""
     a, b = (trained.read(each) for each in adapter.parameters())
     yield a

@@ -30,7 +30,7 @@ from threed.interop.hf.families import HFFamily
 from threed.interop.hf.importing import TIED
 from threed.interop.hf.places import INDEX, read
 from threed.interop.hf.source import Trained
-from threed.interop.hf.tensors import NAMES, WORDS, Writer, entries_of, headers_of, index_text
+from threed.interop.hf.tensors import NAMES, WORDS, FileWriter, entries_of, headers_of, index_text
 from threed.models.model import parameters
 from threed.schema import Config, ModelConfig
 from threed.spec.parameter import Parameter
@@ -60,13 +60,13 @@ def export_model(run: Path, output: Path, dtype: str | None = None, like: Path |
             say(f"{trained.path} as a {family.model_type}: {', '.join(layout.headers)}")
             asked = f"--dtype {dtype}" if dtype is not None else "no --dtype is given, but the import, or " \
                 "precision.dtype, has 16 bits"
-            notes = _write_weights(trained, family, Writer(aside, layout.headers, asked), layout, say)
+            notes = _write_weights(trained, family, FileWriter(aside, layout.headers, asked), layout, say)
             _write_rest(aside, replace(trained.config, model=model), layout, family, beside,
                         trained.home)
         return {**trained.summary(family.model_type, output), "notes": notes}
 
 
-class Layout(NamedTuple):
+class ExportFiles(NamedTuple):
     """What the files of an export are."""
 
     headers: dict[str, str]  # file -> header
@@ -77,7 +77,7 @@ class Layout(NamedTuple):
 
 
 def _layout(family: HFFamily, model: ModelConfig, before: dict[str, str] | None, dtype: str | None,
-            usual: str) -> Layout:
+            usual: str) -> ExportFiles:
     """The layout of the import, `before`, if that has the same tensors, of the same shapes and of `dtype`;
     else a new one, of `dtype`, or of that of the import, or `usual`."""
     ours = {parameter.name: parameter for parameter in parameters(model)}
@@ -98,12 +98,12 @@ def _layout(family: HFFamily, model: ModelConfig, before: dict[str, str] | None,
         had = {name: entry.shape for name, entry in entries.items() if name not in copies}
         if had == {name.removeprefix(cut): shape for name, shape in shapes.items()}:
             names = {name: tuple(each.removeprefix(cut) for each in theirs) for name, theirs in names.items()}
-            return Layout(before, names, copies, False, word)
+            return ExportFiles(before, names, copies, False, word)
     chosen = NAMES[dtype] if dtype is not None else kinds.pop() if len(kinds) == 1 else usual
-    return Layout(headers_of(shapes, chosen, SHARD), names, (), True, WORDS[chosen])
+    return ExportFiles(headers_of(shapes, chosen, SHARD), names, (), True, WORDS[chosen])
 
 
-def _write_weights(trained: Trained, family: HFFamily, writer: Writer, layout: Layout,
+def _write_weights(trained: Trained, family: HFFamily, writer: FileWriter, layout: ExportFiles,
                    say: Callable[[str], None]) -> list[str]:
     """Write all parameters; lines to say."""
     model = without(trained.config.model)
@@ -126,7 +126,7 @@ def _write_weights(trained: Trained, family: HFFamily, writer: Writer, layout: L
     return writer.close()
 
 
-def _write_rest(aside: Path, config: Config, layout: Layout, family: HFFamily, beside: Path | None,
+def _write_rest(aside: Path, config: Config, layout: ExportFiles, family: HFFamily, beside: Path | None,
                 home: Path) -> None:
     """Everything but the weights. `home`: the folder of the run."""
     described = read(beside / kept.CONFIG) if beside is not None else None

@@ -17,18 +17,18 @@ from threed.schema import ModelConfig
 NEEDED = object()  # a key without a default
 
 
-class Row(NamedTuple):
+class TensorRow(NamedTuple):
     ours: str
     theirs: tuple[str, ...]
     view: View = same
 
-    def of(self, block: int) -> Row:
+    def of(self, block: int) -> TensorRow:
         index = str(block)
-        return Row(self.ours.replace("{i}", index), tuple(each.replace("{i}", index) for each in self.theirs),
-                   self.view)
+        return TensorRow(self.ours.replace("{i}", index),
+                         tuple(each.replace("{i}", index) for each in self.theirs), self.view)
 
 
-class Key(NamedTuple):
+class HfKey(NamedTuple):
     theirs: str
     ours: str
     default: Any = NEEDED
@@ -38,8 +38,8 @@ class Key(NamedTuple):
 class HFFamily:
     model_type: str
     architecture: str
-    weights: tuple[Row, ...]
-    keys: tuple[Key, ...]
+    weights: tuple[TensorRow, ...]
+    keys: tuple[HfKey, ...]
     fixed: Mapping[str, Any]  # keys of ours that every model of the family has alike
     # Keys of theirs -> the values that threed computes with, what transformers writes first. (A default of
     # transformers is among them.)
@@ -50,7 +50,7 @@ class HFFamily:
     heads: int | None = None  # their head_dim where config.json has none; None: hidden / heads
     other: tuple[str, ...] = field(default=())  # keys that do not change what a model computes here
 
-    def rows(self, model: ModelConfig) -> Iterator[Row]:
+    def rows(self, model: ModelConfig) -> Iterator[TensorRow]:
         """The rows of all parameters that a model of ours may have."""
         for row in self.weights:
             if "{i}" in row.ours:
@@ -64,30 +64,30 @@ class HFFamily:
 _GPT2 = HFFamily(
     "gpt2", "GPT2LMHeadModel",
     (
-        Row("embedding.word.weight", ("transformer.wte.weight",), vocabulary),
-        Row("embedding.position.weight", ("transformer.wpe.weight",)),
-        Row("blocks.{i}.attention_norm.weight", ("transformer.h.{i}.ln_1.weight",)),
-        Row("blocks.{i}.attention_norm.bias", ("transformer.h.{i}.ln_1.bias",)),
-        Row("blocks.{i}.attention.qkv.weight", ("transformer.h.{i}.attn.c_attn.weight",), by_kind),
-        Row("blocks.{i}.attention.qkv.bias", ("transformer.h.{i}.attn.c_attn.bias",), by_kind),
-        Row("blocks.{i}.attention.out.weight", ("transformer.h.{i}.attn.c_proj.weight",), transposed),
-        Row("blocks.{i}.attention.out.bias", ("transformer.h.{i}.attn.c_proj.bias",)),
-        Row("blocks.{i}.mlp_norm.weight", ("transformer.h.{i}.ln_2.weight",)),
-        Row("blocks.{i}.mlp_norm.bias", ("transformer.h.{i}.ln_2.bias",)),
-        Row("blocks.{i}.mlp.up.weight", ("transformer.h.{i}.mlp.c_fc.weight",), transposed),
-        Row("blocks.{i}.mlp.up.bias", ("transformer.h.{i}.mlp.c_fc.bias",)),
-        Row("blocks.{i}.mlp.down.weight", ("transformer.h.{i}.mlp.c_proj.weight",), transposed),
-        Row("blocks.{i}.mlp.down.bias", ("transformer.h.{i}.mlp.c_proj.bias",)),
-        Row("head.norm.weight", ("transformer.ln_f.weight",)),
-        Row("head.norm.bias", ("transformer.ln_f.bias",)),
-        Row("head.output.weight", ("lm_head.weight",), vocabulary),
+        TensorRow("embedding.word.weight", ("transformer.wte.weight",), vocabulary),
+        TensorRow("embedding.position.weight", ("transformer.wpe.weight",)),
+        TensorRow("blocks.{i}.attention_norm.weight", ("transformer.h.{i}.ln_1.weight",)),
+        TensorRow("blocks.{i}.attention_norm.bias", ("transformer.h.{i}.ln_1.bias",)),
+        TensorRow("blocks.{i}.attention.qkv.weight", ("transformer.h.{i}.attn.c_attn.weight",), by_kind),
+        TensorRow("blocks.{i}.attention.qkv.bias", ("transformer.h.{i}.attn.c_attn.bias",), by_kind),
+        TensorRow("blocks.{i}.attention.out.weight", ("transformer.h.{i}.attn.c_proj.weight",), transposed),
+        TensorRow("blocks.{i}.attention.out.bias", ("transformer.h.{i}.attn.c_proj.bias",)),
+        TensorRow("blocks.{i}.mlp_norm.weight", ("transformer.h.{i}.ln_2.weight",)),
+        TensorRow("blocks.{i}.mlp_norm.bias", ("transformer.h.{i}.ln_2.bias",)),
+        TensorRow("blocks.{i}.mlp.up.weight", ("transformer.h.{i}.mlp.c_fc.weight",), transposed),
+        TensorRow("blocks.{i}.mlp.up.bias", ("transformer.h.{i}.mlp.c_fc.bias",)),
+        TensorRow("blocks.{i}.mlp.down.weight", ("transformer.h.{i}.mlp.c_proj.weight",), transposed),
+        TensorRow("blocks.{i}.mlp.down.bias", ("transformer.h.{i}.mlp.c_proj.bias",)),
+        TensorRow("head.norm.weight", ("transformer.ln_f.weight",)),
+        TensorRow("head.norm.bias", ("transformer.ln_f.bias",)),
+        TensorRow("head.output.weight", ("lm_head.weight",), vocabulary),
     ),
     (
-        Key("n_layer", "layers", 12), Key("n_embd", "hidden", 768), Key("n_head", "heads", 12),
-        Key("n_inner", "ffn_hidden", None), Key("vocab_size", "vocab", 50257),
-        Key("layer_norm_epsilon", "norm_eps", 1e-5), Key("initializer_range", "init_std", 0.02),
-        Key("resid_pdrop", "dropout", 0.1), Key("attn_pdrop", "attention_dropout", 0.1),
-        Key("tie_word_embeddings", "tie_embeddings", True),
+        HfKey("n_layer", "layers", 12), HfKey("n_embd", "hidden", 768), HfKey("n_head", "heads", 12),
+        HfKey("n_inner", "ffn_hidden", None), HfKey("vocab_size", "vocab", 50257),
+        HfKey("layer_norm_epsilon", "norm_eps", 1e-5), HfKey("initializer_range", "init_std", 0.02),
+        HfKey("resid_pdrop", "dropout", 0.1), HfKey("attn_pdrop", "attention_dropout", 0.1),
+        HfKey("tie_word_embeddings", "tie_embeddings", True),
     ),
     {"family": "gpt", "position": "learned", "norm": "layernorm", "activation": "gelu", "bias": True,
      "qkv_bias": None, "qk_norm": False, "kv_heads": None, "head_dim": None, "rope_scaling": None},
@@ -100,25 +100,26 @@ _GPT2 = HFFamily(
 # ---------------------------------------------------------------- Llama and what is built like it
 
 _LLAMA_WEIGHTS = (
-    Row("embedding.word.weight", ("model.embed_tokens.weight",), vocabulary),
-    Row("blocks.{i}.attention_norm.weight", ("model.layers.{i}.input_layernorm.weight",)),
-    Row("blocks.{i}.attention.qkv.weight", ("model.layers.{i}.self_attn.q_proj.weight",
-                                            "model.layers.{i}.self_attn.k_proj.weight",
-                                            "model.layers.{i}.self_attn.v_proj.weight"), by_group),
-    Row("blocks.{i}.attention.out.weight", ("model.layers.{i}.self_attn.o_proj.weight",)),
-    Row("blocks.{i}.mlp_norm.weight", ("model.layers.{i}.post_attention_layernorm.weight",)),
-    Row("blocks.{i}.mlp.up.weight", ("model.layers.{i}.mlp.gate_proj.weight",
-                                     "model.layers.{i}.mlp.up_proj.weight"), gate_and_up),
-    Row("blocks.{i}.mlp.down.weight", ("model.layers.{i}.mlp.down_proj.weight",)),
-    Row("head.norm.weight", ("model.norm.weight",)),
-    Row("head.output.weight", ("lm_head.weight",), vocabulary),
+    TensorRow("embedding.word.weight", ("model.embed_tokens.weight",), vocabulary),
+    TensorRow("blocks.{i}.attention_norm.weight", ("model.layers.{i}.input_layernorm.weight",)),
+    TensorRow("blocks.{i}.attention.qkv.weight", ("model.layers.{i}.self_attn.q_proj.weight",
+                                                  "model.layers.{i}.self_attn.k_proj.weight",
+                                                  "model.layers.{i}.self_attn.v_proj.weight"), by_group),
+    TensorRow("blocks.{i}.attention.out.weight", ("model.layers.{i}.self_attn.o_proj.weight",)),
+    TensorRow("blocks.{i}.mlp_norm.weight", ("model.layers.{i}.post_attention_layernorm.weight",)),
+    TensorRow("blocks.{i}.mlp.up.weight", ("model.layers.{i}.mlp.gate_proj.weight",
+                                           "model.layers.{i}.mlp.up_proj.weight"), gate_and_up),
+    TensorRow("blocks.{i}.mlp.down.weight", ("model.layers.{i}.mlp.down_proj.weight",)),
+    TensorRow("head.norm.weight", ("model.norm.weight",)),
+    TensorRow("head.output.weight", ("lm_head.weight",), vocabulary),
 )
 _LLAMA_KEYS = (
-    Key("num_hidden_layers", "layers"), Key("hidden_size", "hidden"), Key("num_attention_heads", "heads"),
-    Key("num_key_value_heads", "kv_heads", None), Key("intermediate_size", "ffn_hidden"),
-    Key("vocab_size", "vocab"), Key("rms_norm_eps", "norm_eps", 1e-6),
-    Key("initializer_range", "init_std", 0.02), Key("attention_dropout", "attention_dropout", 0.0),
-    Key("tie_word_embeddings", "tie_embeddings", False),
+    HfKey("num_hidden_layers", "layers"), HfKey("hidden_size", "hidden"),
+    HfKey("num_attention_heads", "heads"), HfKey("num_key_value_heads", "kv_heads", None),
+    HfKey("intermediate_size", "ffn_hidden"), HfKey("vocab_size", "vocab"),
+    HfKey("rms_norm_eps", "norm_eps", 1e-6),
+    HfKey("initializer_range", "init_std", 0.02), HfKey("attention_dropout", "attention_dropout", 0.0),
+    HfKey("tie_word_embeddings", "tie_embeddings", False),
 )
 _LLAMA_FIXED = {"family": "llama", "position": "rotary", "norm": "rmsnorm", "activation": "swiglu",
                 "bias": False, "qkv_bias": None, "qk_norm": False, "dropout": 0.0}
@@ -133,15 +134,15 @@ _MISTRAL = HFFamily("mistral", "MistralForCausalLM", _LLAMA_WEIGHTS, _LLAMA_KEYS
 _QWEN2 = HFFamily(
     "qwen2", "Qwen2ForCausalLM",
     (*_LLAMA_WEIGHTS,
-     Row("blocks.{i}.attention.qkv.bias", ("model.layers.{i}.self_attn.q_proj.bias",
-                                           "model.layers.{i}.self_attn.k_proj.bias",
-                                           "model.layers.{i}.self_attn.v_proj.bias"), by_group)),
+     TensorRow("blocks.{i}.attention.qkv.bias", ("model.layers.{i}.self_attn.q_proj.bias",
+                                                 "model.layers.{i}.self_attn.k_proj.bias",
+                                                 "model.layers.{i}.self_attn.v_proj.bias"), by_group)),
     _LLAMA_KEYS, {**_LLAMA_FIXED, "qkv_bias": True}, _LLAMA_ONLY, "model.", other=_WINDOWS)
 _QWEN3 = HFFamily(
     "qwen3", "Qwen3ForCausalLM",
     (*_LLAMA_WEIGHTS,
-     Row("blocks.{i}.attention.q_norm.weight", ("model.layers.{i}.self_attn.q_norm.weight",)),
-     Row("blocks.{i}.attention.k_norm.weight", ("model.layers.{i}.self_attn.k_norm.weight",))),
+     TensorRow("blocks.{i}.attention.q_norm.weight", ("model.layers.{i}.self_attn.q_norm.weight",)),
+     TensorRow("blocks.{i}.attention.k_norm.weight", ("model.layers.{i}.self_attn.k_norm.weight",))),
     _LLAMA_KEYS, {**_LLAMA_FIXED, "qk_norm": True}, {**_LLAMA_ONLY, "attention_bias": (False,)}, "model.",
     heads=128, other=_WINDOWS)
 

@@ -33,8 +33,8 @@ from threed.data.tokenizer import load
 from threed.interop.hf import sidecar as kept
 from threed.interop.hf.adapters import without
 from threed.interop.hf.config import family_of, values_of
-from threed.interop.hf.families import HFFamily, Row
-from threed.interop.hf.mapping import Part
+from threed.interop.hf.families import HFFamily, TensorRow
+from threed.interop.hf.mapping import TensorPart
 from threed.interop.hf.places import located, read, title_of, whole_file
 from threed.interop.hf.tensors import DTYPES, NAMES, Files, Fit
 from threed.models.model import parameters
@@ -52,7 +52,7 @@ class Source(NamedTuple):
     """Where the tensors of a model are."""
 
     files: Files
-    rows: dict[str, tuple[Row, tuple[str, ...]]]  # our parameter -> its row, and their names in the files
+    rows: dict[str, tuple[TensorRow, tuple[str, ...]]]  # our parameter -> its row, and their names in files
     copies: tuple[str, ...]  # tensors that are tied to the word embedding, and are in the files all the same
     dropped: tuple[str, ...]  # tensors that are no weights
 
@@ -230,7 +230,7 @@ def _item(parameter: Parameter, config: Config, source: Source, progress: Progre
         whole = torch.empty(stored)
         if parameter.unpadded is not None:
             whole[parameter.unpadded:] = 0.0
-        parts: list[Part] = row.view(whole, config.model)
+        parts: list[TensorPart] = row.view(whole, config.model)
         for name, part in zip(names, parts, strict=True):
             source.files.read(name, part, fit, dtype)
         for name in source.copies if parameter.tied else ():

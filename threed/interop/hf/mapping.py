@@ -21,57 +21,57 @@ import torch
 from threed.schema import ModelConfig
 
 
-class Part(NamedTuple):
+class TensorPart(NamedTuple):
     """One tensor of theirs, as a part of our parameter."""
 
     values: torch.Tensor  # a view of our parameter, whose elements are in the order of their tensor
     shape: tuple[int, ...]  # of their tensor
 
 
-View = Callable[[torch.Tensor, ModelConfig], list[Part]]
+View = Callable[[torch.Tensor, ModelConfig], list[TensorPart]]
 
 
-def same(ours: torch.Tensor, model: ModelConfig) -> list[Part]:
+def same(ours: torch.Tensor, model: ModelConfig) -> list[TensorPart]:
     return [_as_is(ours)]
 
 
-def vocabulary(ours: torch.Tensor, model: ModelConfig) -> list[Part]:
+def vocabulary(ours: torch.Tensor, model: ModelConfig) -> list[TensorPart]:
     """[V padded, D] -> [V, D]."""
     return [_as_is(ours[:model.vocab])]
 
 
-def transposed(ours: torch.Tensor, model: ModelConfig) -> list[Part]:
+def transposed(ours: torch.Tensor, model: ModelConfig) -> list[TensorPart]:
     """A matrix as GPT-2's Conv1D has it: [outputs, inputs] -> [inputs, outputs]."""
     return [_as_is(ours.t())]
 
 
-def gate_and_up(ours: torch.Tensor, model: ModelConfig) -> list[Part]:
+def gate_and_up(ours: torch.Tensor, model: ModelConfig) -> list[TensorPart]:
     """[2, F, D] -> twice [F, D]."""
     return [_as_is(ours[0]), _as_is(ours[1])]
 
 
-def by_group(ours: torch.Tensor, model: ModelConfig) -> list[Part]:
+def by_group(ours: torch.Tensor, model: ModelConfig) -> list[TensorPart]:
     """Rows sorted by key and value head, G queries, key, value -> queries, keys, values: [K (G + 2) E, ...]
     -> [K G E, ...] and twice [K E, ...]."""
     size, heads = model.head_size, model.num_kv_heads
     queries, rest = model.heads // heads, ours.shape[1:]
     each = ours.view(heads, queries + 2, size, *rest)
     rows = heads * size
-    return [Part(each[:, :queries], (rows * queries, *rest)), Part(each[:, queries], (rows, *rest)),
-            Part(each[:, queries + 1], (rows, *rest))]
+    return [TensorPart(each[:, :queries], (rows * queries, *rest)),
+            TensorPart(each[:, queries], (rows, *rest)), TensorPart(each[:, queries + 1], (rows, *rest))]
 
 
-def by_kind(ours: torch.Tensor, model: ModelConfig) -> list[Part]:
+def by_kind(ours: torch.Tensor, model: ModelConfig) -> list[TensorPart]:
     """GPT-2's c_attn, all queries, then all keys, then all values, as Conv1D has it: [K 3 E, D] -> [D, 3 K
     E]; of biases [K 3 E] -> [3 K E]."""
     each = ours.view(model.heads, 3, model.head_size, *ours.shape[1:])
     if ours.dim() == 1:
-        return [Part(each.permute(1, 0, 2), (len(ours),))]
-    return [Part(each.permute(3, 1, 0, 2), (ours.shape[1], len(ours)))]
+        return [TensorPart(each.permute(1, 0, 2), (len(ours),))]
+    return [TensorPart(each.permute(3, 1, 0, 2), (ours.shape[1], len(ours)))]
 
 
-def _as_is(values: torch.Tensor) -> Part:
-    return Part(values, tuple(values.shape))
+def _as_is(values: torch.Tensor) -> TensorPart:
+    return TensorPart(values, tuple(values.shape))
 
 
 def blocks(shape: tuple[int, ...], limit: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:

@@ -16,7 +16,7 @@ from threed.checkpoint.boxes import Box
 from threed.checkpoint.format import MANIFEST, Unusable, checkpoints, folder, is_name, unseal
 from threed.checkpoint.lineage import read_latest
 from threed.checkpoint.proof import checksum
-from threed.checkpoint.read import Reader
+from threed.checkpoint.read import BoxReader
 from threed.config import load as configs
 from threed.data.keeping import kept_for
 from threed.interop.hf import sidecar as kept
@@ -41,7 +41,7 @@ class Trained:
                                          "data": self.manifest["config"].get("data", {})},
                                         f"the config of {self.path}")
         self.kept = _kept(run, self.path, like)
-        self._reader = Reader(self.path, self.manifest)
+        self._reader = BoxReader(self.path, self.manifest)
 
     def __enter__(self) -> Self:
         return self

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from threed.base.errors import InputError
-from threed.interop.hf.mapping import Part, blocks
+from threed.interop.hf.mapping import TensorPart, blocks
 from threed.interop.hf.places import SINGLE, weight_files
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -28,7 +28,7 @@ _LOST = 0.01  # share of a tensor's numbers that may become 0 without a word
 _MOST = 100 << 20  # bytes of a header: what the safetensors library allows
 
 
-class Entry(NamedTuple):
+class TensorEntry(NamedTuple):
     """A tensor in a file."""
 
     file: str
@@ -38,13 +38,13 @@ class Entry(NamedTuple):
     size: int  # bytes
 
 
-def entries_of(file: str, header: str) -> dict[str, Entry]:
+def entries_of(file: str, header: str) -> dict[str, TensorEntry]:
     """The tensors that a header names. ValueError, KeyError, TypeError or AttributeError where it is none."""
     base, entries = 8 + len(header.encode()), {}
     for name, entry in json.loads(header).items():
         if name != "__metadata__":
             (first, last), shape = entry["data_offsets"], tuple(entry["shape"])
-            entries[name] = Entry(file, entry["dtype"], shape, base + first, last - first)
+            entries[name] = TensorEntry(file, entry["dtype"], shape, base + first, last - first)
             wide = DTYPES[entry["dtype"]].itemsize if entry["dtype"] in DTYPES else None
             if first < 0 or (wide is not None and math.prod(shape) * wide != last - first):
                 raise ValueError(f"{name} has {last - first} bytes, not those of its shape")
@@ -114,7 +114,7 @@ class Files:
     def __init__(self, folder: Path):
         self.folder = folder
         self.headers: dict[str, str] = {}
-        self.entries: dict[str, Entry] = {}
+        self.entries: dict[str, TensorEntry] = {}
         for name in weight_files(folder):
             self.headers[name] = header = _header(folder / name)
             try:
@@ -132,13 +132,13 @@ class Files:
             raise InputError(f"{folder}: {strange[0]} is of type {self.entries[strange[0]].dtype}; threed "
                              f"reads {', '.join(DTYPES)}")
 
-    def read(self, name: str, part: Part, fit: Fit, dtype: torch.dtype) -> None:
+    def read(self, name: str, part: TensorPart, fit: Fit, dtype: torch.dtype) -> None:
         """Fill a part of our parameter with a tensor, which is to fit `dtype`."""
         for piece, values in self.pieces(name, tuple(part.values.shape)):
             part.values[piece].copy_(values)
             fit.cast(name, values, dtype)
 
-    def differs(self, name: str, part: Part) -> bool:
+    def differs(self, name: str, part: TensorPart) -> bool:
         """Whether a tensor has other values than a part of our parameter."""
         return any(not torch.equal(part.values[piece], values.to(part.values.dtype))
                    for piece, values in self.pieces(name, tuple(part.values.shape)))
@@ -179,14 +179,14 @@ def _where(offset: tuple[int, ...], size: tuple[int, ...]) -> tuple[slice, ...]:
 # ---------------------------------------------------------------- out
 
 
-class Writer:
+class FileWriter:
     """Safetensors files with given headers, whose tensors are written in any order. `asked`: the option or
     key that asks for their dtype."""
 
     def __init__(self, folder: Path, headers: dict[str, str], asked: str):
         self._folder = folder
         self._fit = Fit(asked)
-        self.entries: dict[str, Entry] = {}
+        self.entries: dict[str, TensorEntry] = {}
         self._missing: set[str] = set()
         for name, header in headers.items():
             data = header.encode()
@@ -198,7 +198,7 @@ class Writer:
             self.entries.update(found)
         self._missing = set(self.entries)
 
-    def write(self, name: str, part: Part) -> None:
+    def write(self, name: str, part: TensorPart) -> None:
         entry = self.entries[name]
         assert entry.shape == part.shape, f"{name} has {entry.shape}, and is given {part.shape}"
         dtype, at = DTYPES[entry.dtype], entry.start

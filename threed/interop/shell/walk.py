@@ -43,7 +43,7 @@ _READS = ("read", "mapfile", "readarray")
 _PREFIXES = ("time", "command", "exec", "builtin", "nohup")
 
 
-class Walk:
+class ScriptWalk:
     """A walk of one script, and of what it sources. `path` is None for a text that is no file."""
 
     def __init__(self, path: Path | None = None):

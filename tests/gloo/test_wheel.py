@@ -69,4 +69,5 @@ def test_the_sdist_has_its_tests(built):
     tracked = subprocess.run(["git", "ls-files", *folders], cwd=ROOT, text=True, capture_output=True,
                              check=True).stdout.split()
     assert not {name for name in tracked if (ROOT / name).exists()} - names
-    assert {"Makefile", "constraints.txt", "uv.lock", "Containerfile", ".ci/run", "threed/optim/native.c"} <= names
+    assert {"Makefile", "constraints.txt", "uv.lock", "Containerfile", ".ci/run",
+            "threed/optim/native.c"} <= names

@@ -3,8 +3,8 @@ layers of `models/layers` and over `threed/tensor`.
 
 Over tp a tensor is one of: I, the same on all ranks, and so is its gradient; R, the same, with a gradient of
 which each rank has a part; V, each rank has its own. The types of parameters are what threed's plan says of
-them: V where they are cut, R where a REDUCE over tp adds their gradients up (`FlatLayout.partial`), I else. The
-checker infers all others, and refuses sums and products of types that do not go together: I with R or V.
+them: V where they are cut, R where a REDUCE over tp adds their gradients up (`FlatLayout.partial`), I else.
+The checker infers all others, and refuses sums and products of types that do not go together: I with R or V.
 So a parameter with the wrong one is an error: a gradient that is never summed, or is summed twice.
 
 What `threed/tensor`'s own autograd functions do is declared here (RULES): the checker does not look into

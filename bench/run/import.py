@@ -34,7 +34,7 @@ from threed.engine.engine import Engine
 from threed.interop.hf.config import family_of, model_of, values_of
 from threed.interop.hf.exporting import SHARD, export_model
 from threed.interop.hf.importing import import_model
-from threed.interop.hf.mapping import TensorPart
+from threed.interop.hf.slices import TensorPart
 from threed.interop.hf.tensors import FileWriter, headers_of, index_text
 from threed.models.model import parameters
 from threed.planner import forward_plan, make_mesh, make_plan

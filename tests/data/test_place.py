@@ -9,8 +9,8 @@ import tokenizers
 
 from tests.data.files import word_level
 from threed.base.errors import InputError
-from threed.data.place import snapshot, tokenizer_file
 from threed.data.tokenizer import load
+from threed.data.tokenizer_files import snapshot, tokenizer_file
 
 
 def put(folder, **files):

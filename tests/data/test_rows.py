@@ -9,7 +9,7 @@ import json
 import pytest
 
 from threed.base.errors import InputError
-from threed.data import packed
+from threed.data import compressed as packed
 from threed.data import rows as subject
 from threed.data.corpus import documents
 

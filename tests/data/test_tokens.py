@@ -15,7 +15,8 @@ import pytest
 
 from tests.data.files import word_level, write
 from threed.base.errors import InputError
-from threed.data import encode, in_place
+from threed.data import encode
+from threed.data import megatron as in_place
 from threed.data import tokens as subject
 from threed.data.samples import Tokens
 from threed.data.tokenizer import PIECE_CHARS, load

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from tests.gloo.test_train import free_port
 from tests.running import Forked
 from threed.comm.environment import RankPlace
-from threed.engine import alive, watch
+from threed.engine import heartbeat as alive
+from threed.engine import watch
 
 
 @pytest.fixture(autouse=True)

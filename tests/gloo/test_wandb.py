@@ -16,8 +16,8 @@ from tests.servers import WANDB, nobody, server, silent
 from threed.base.errors import InputError
 from threed.config.load import load
 from threed.monitor.loggers import logger, wandb
-from threed.monitor.loggers.beside import Beside
 from threed.monitor.loggers.logger import About
+from threed.monitor.loggers.threaded import Beside
 from threed.monitor.loggers.wandb import Wandb
 from threed.monitor.state import ENDED
 from threed.schema import Config

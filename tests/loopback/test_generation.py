@@ -13,8 +13,8 @@ from tests.harness import batches, tiny
 from tests.reference import Reference
 from threed.base.errors import InputError, RunError
 from threed.comm.group import Comm, initialized
-from threed.data.keeping import kept_for, tokenizer_digest
 from threed.data.prompts import added, encode, keep_tokenizer
+from threed.data.run_tokenizer import kept_for, tokenizer_digest
 from threed.data.sampling import Sampling
 from threed.data.tokenizer import load
 from threed.engine.engine import Engine

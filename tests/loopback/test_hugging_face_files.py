@@ -28,9 +28,9 @@ from threed.interop.hf import exporting, tensors
 from threed.interop.hf import source as trained
 from threed.interop.hf.config import family_of, model_of, unfit, values_of, written
 from threed.interop.hf.exporting import export_model
-from threed.interop.hf.families import FAMILIES
 from threed.interop.hf.importing import import_model
-from threed.interop.hf.mapping import blocks
+from threed.interop.hf.names import FAMILIES
+from threed.interop.hf.slices import blocks
 from threed.models.model import parameters
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",

@@ -17,7 +17,7 @@ from threed.planner import make_pipeline, make_plan, make_table, unit_costs
 from threed.planner.passes import run_passes
 from threed.prediction.analytic import cost as analytic_cost
 from threed.prediction.hardware import Hardware
-from threed.prediction.kernels import Prices
+from threed.prediction.prices import Prices
 from threed.program.buffers import buffers
 from threed.program.check import check
 from threed.program.instruction import Instruction, Op, Slot

@@ -14,7 +14,7 @@ from threed.planner import make_pipeline, make_plan
 from threed.prediction import analytic
 from threed.prediction.contention import step, timed
 from threed.prediction.hardware import GroupPlace, Hardware, load, names, places
-from threed.prediction.kernels import Prices, Travel
+from threed.prediction.prices import Prices, Travel
 from threed.program.instruction import COMPUTE, Instruction, Op
 from threed.program.order import plan_links
 from threed.program.walk import seconds_of

@@ -21,8 +21,8 @@ from tests.servers import MLFLOW, nobody, server, silent
 from threed.base.errors import InputError
 from threed.config.choices import LOGGERS
 from threed.config.load import load
-from threed.monitor.loggers import beside, logger
-from threed.monitor.loggers.beside import Beside
+from threed.monitor.loggers import logger
+from threed.monitor.loggers import threaded as beside
 from threed.monitor.loggers.logger import (
     CLASSES,
     LIBRARIES,
@@ -34,6 +34,7 @@ from threed.monitor.loggers.logger import (
 )
 from threed.monitor.loggers.mlflow import MLflow
 from threed.monitor.loggers.prometheus import Prometheus
+from threed.monitor.loggers.threaded import Beside
 from threed.monitor.loggers.trackio import Trackio
 from threed.monitor.loggers.wandb import Wandb, wandb_mode
 from threed.monitor.state import ENDED, STOPPED

@@ -19,7 +19,7 @@ from threed.planner import make_plan
 from threed.prediction.analytic import cost
 from threed.prediction.contention import step
 from threed.prediction.hardware import GroupPlace, Hardware
-from threed.prediction.kernels import Prices, Travel
+from threed.prediction.prices import Prices, Travel
 from threed.program.check import check_programs
 from threed.program.entries import WHOLE_MESSAGES, MessageSettings
 from threed.program.instruction import COMPUTE, MESSAGES, PARTS, WHOLES, Instruction, Op, Slot

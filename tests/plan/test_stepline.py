@@ -85,7 +85,7 @@ def test_many():
 
 
 def test_the_size_of_a_model():
-    from threed.monitor.opening import size_line
+    from threed.monitor.banner import size_line
 
     whole = size_line(load("configs/toy.yaml"))
     assert " parameters; steps of " in whole and "train" not in whole
@@ -96,7 +96,7 @@ def test_the_size_of_a_model():
 def test_a_long_step_is_predicted():
     """As `threed predict` does, for the hardware that the device is most like; a short one is not."""
     from threed.api import plans as api
-    from threed.monitor.opening import predicted_s, step_line
+    from threed.monitor.banner import predicted_s, step_line
 
     cpu: Any = SimpleNamespace(type="cpu")
     config = load("configs/gpt2-small.yaml", ["parallel.dp=1"])

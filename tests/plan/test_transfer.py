@@ -13,7 +13,7 @@ from threed.planner.from_config import save_config
 from threed.prediction.analytic import cost as analytic_cost
 from threed.prediction.hardware import Hardware
 from threed.prediction.hardware import load as load_hardware
-from threed.prediction.transfer import transferred
+from threed.prediction.rescale import transferred
 from threed.prediction.verb import predict, priced
 from threed.program.costs import save_costs
 from threed.program.instruction import COMPUTE, Op

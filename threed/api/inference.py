@@ -23,9 +23,9 @@ from threed.comm.environment import place_of_environment
 from threed.config.choices import get
 from threed.config.load import checked, of_values, overrides_of
 from threed.data.chat import templates
-from threed.data.keeping import kept_for
-from threed.data.place import tokenizer_file
+from threed.data.run_tokenizer import kept_for
 from threed.data.sampling import IMPORTED, TOKENIZER, Sampling
+from threed.data.tokenizer_files import tokenizer_file
 from threed.monitor.folders import as_run
 from threed.schema import Config, DataConfig, RunConfig
 

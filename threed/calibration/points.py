@@ -14,7 +14,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from threed.prediction.hardware import SHARES, GroupPlace, Hardware
-from threed.prediction.kernels import Prices, Travel
+from threed.prediction.prices import Prices, Travel
 from threed.spec.kernels import Kernel
 
 UNITS = "units"

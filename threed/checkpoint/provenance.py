@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from threed.base.errors import InputError
-from threed.data.keeping import tokenizer_of
+from threed.data.run_tokenizer import tokenizer_of
 from threed.schema import Config, DataConfig
 
 # Keys that say which tokens the same content becomes: a note says that they have changed, and tokens cannot

@@ -15,8 +15,8 @@ from typing import Any
 
 from threed.base.errors import InputError
 from threed.data.corpus import Segments, TextSegment
-from threed.data.place import CONFIG, read_object, tokenizer_file
 from threed.data.rows import BadRow
+from threed.data.tokenizer_files import CONFIG, read_object, tokenizer_file
 from threed.schema import DataConfig
 
 BESIDE = "chat_template.jinja"  # beside tokenizer.json, or in the field chat_template of:

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from threed.base.errors import InputError
+from threed.data.compressed import opened
+from threed.data.file_types import HEAD_BYTES, kind_of
 from threed.data.files import STDLIB, LeftOut, list_files
-from threed.data.kinds import HEAD_BYTES, kind_of
-from threed.data.packed import opened
 from threed.data.rows import BadRow, NotRows, Row, checked_text, holds_rows, name_of, rows, text_of
 from threed.schema import DataConfig
 

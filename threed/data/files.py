@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from threed.base.errors import InputError
-from threed.data.kinds import PACKED
-from threed.data.place import snapshot
+from threed.data.file_types import PACKED
 from threed.data.rows import SUFFIXES, holds_rows, plain_suffix
+from threed.data.tokenizer_files import snapshot
 
 STDLIB = "python-stdlib"
 EMPTY = "empty"

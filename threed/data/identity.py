@@ -16,8 +16,8 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from threed.data.keeping import digest_of, tokenizer_digest
 from threed.data.mix import sources
+from threed.data.run_tokenizer import digest_of, tokenizer_digest
 from threed.data.tokens import Prepared
 from threed.schema import Config
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from threed.base.errors import InputError
 from threed.data.chat import BESIDE, CONFIG, ChatTemplate, templates
-from threed.data.keeping import home_of
+from threed.data.run_tokenizer import home_of
 from threed.data.sampling import TOKENIZER
 from threed.data.tokenizer import Tokenizer, keep_end
 from threed.schema import DataConfig, ModelConfig

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from threed.base.errors import InputError
-from threed.data.kinds import HEAD_BYTES, PACKED, PARQUET, check_kind
-from threed.data.packed import opened
+from threed.data.compressed import opened
+from threed.data.file_types import HEAD_BYTES, PACKED, PARQUET, check_kind
 
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
 JSON_SUFFIX = ".json"

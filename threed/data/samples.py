@@ -25,7 +25,7 @@ import numpy as np
 from threed.base.errors import InputError
 from threed.base.hashing import shuffled
 from threed.data.cache import use
-from threed.data.kinds import HEAD_BYTES, stand_in
+from threed.data.file_types import HEAD_BYTES, stand_in
 from threed.data.packing import BestFit, Runs, WindowStream, cut
 from threed.schema import DataConfig
 from threed.spec.parameter import NOT_COUNTED

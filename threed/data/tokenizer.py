@@ -12,8 +12,8 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from threed.base.errors import InputError
-from threed.data.instead import GUIDE, missing, other_kind
-from threed.data.place import CONFIG, named_ends, read_object, tokenizer_file
+from threed.data.tokenizer_files import CONFIG, named_ends, read_object, tokenizer_file
+from threed.data.wrong_tokenizer import GUIDE, missing, other_kind
 from threed.schema import DataConfig
 
 T = TypeVar("T")

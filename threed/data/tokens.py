@@ -41,10 +41,10 @@ from threed.data.cache import cache_root, open_scratch, remove_stale
 from threed.data.chat import ChatTemplate
 from threed.data.corpus import fingerprint, not_read, source_bytes
 from threed.data.encode import documents_of, encode
-from threed.data.in_place import look_at, megatron_prefix
+from threed.data.megatron import look_at, megatron_prefix
 from threed.data.mix import sources
-from threed.data.place import CONFIG, tokenizer_file
 from threed.data.samples import BLOCK_BYTES, Tokens
+from threed.data.tokenizer_files import CONFIG, tokenizer_file
 from threed.schema import DataConfig, ModelConfig
 
 if TYPE_CHECKING:

@@ -1,11 +1,11 @@
-"""Engine: runs a plan on one rank, and watches it.
+"""Engine: runs a plan on one rank, and notices hangs and dead ranks (`watch`, `heartbeat`).
 
 It knows the handlers of features, and the plan. Begin with `engine`. An instruction waits for those whose
 results it uses, and for those that still use the memory into which it writes (`program/order` lists them).
 
 `watch` is a thread that knows which instruction the rank is in and for how long, and sees by its own client
-of the store when another rank has failed. `alive` sees that another machine is off or that a neighbour was
-killed. By `shared` every host proves that it sees the shared files. `verify` computes a step twice;
+of the store when another rank has failed. `heartbeat` sees that another machine is off or that a neighbour
+was killed. By `shared` every host proves that it sees the shared files. `verify` computes a step twice;
 `diagnose` looks for the first number that is not finite; both ask `inspect` what each instruction computed.
 `graphs` records and replays CUDA graphs between the handlers and torch. `clock`, `gpu` and `device` are of
 the accelerator. `loopback` runs all ranks of a mesh on threads of one process.

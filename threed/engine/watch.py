@@ -28,8 +28,8 @@ from threed.comm.group import Comm
 from threed.comm.rendezvous import FAILURE as KEY
 from threed.comm.rendezvous import POLLS
 from threed.comm.store import own_client
-from threed.engine.alive import Machines, Neighbour
 from threed.engine.engine import Engine
+from threed.engine.heartbeat import Machines, Neighbour
 
 LIMIT = 0.8  # share of run.timeout_s; the rest is for telling the others, so that all end within it
 POLL_S = 0.25

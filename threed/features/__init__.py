@@ -1,4 +1,4 @@
-"""Features: a folder each. `plan.py` is its pass, program -> program; `run.py` has its handlers on a rank.
+"""Features: pipeline, zero (data parallelism), activation and offload; `plan.py` is a pass, `run.py` runs.
 
 A feature knows `program` and below, and no other feature. `pipeline` sends between positions, `zero`
 shards optimizer states, gradients and parameters, `activation` recomputes, `offload` moves tensors to CPU

@@ -2,5 +2,5 @@
 
 `convert` reads configs and scripts of DeepSpeed and Megatron-LM by the rows of `config/keys`. A script is
 never run: `shell` says which words each of its commands would get. `hf` maps models of transformers: their
-names in `hf/families`, and in `hf/mapping` which part of a parameter a tensor is.
+names in `hf/names`, and in `hf/slices` which part of a parameter a tensor is.
 """

@@ -13,9 +13,9 @@ from threed.config.choices import get
 from threed.config.keys.deepspeed import CLIPS_SINCE, DEEPSPEED
 from threed.config.keys.megatron import MEGATRON
 from threed.config.keys.megatron_values import ends
-from threed.interop.beside import beside
 from threed.interop.converted import Converted, convert, inline, shown
 from threed.interop.deepspeed_file import read
+from threed.interop.deepspeed_option import beside
 from threed.interop.script import options
 from threed.models.model import num_parameters
 

@@ -1,4 +1,4 @@
-"""Launcher: start, watch and restart the processes of ranks, on one machine or under torch's elastic agent.
+"""Launcher: starts and restarts the processes of ranks, on one machine or under torch's elastic agent.
 
 Begin with `local` (one machine: it forks all ranks) or `agents` (`python -m threed.torchrun`: torch's agent
 on each machine; `attend` is a thread next to it that passes signals on and sees how a rank has ended).

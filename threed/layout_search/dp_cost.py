@@ -14,7 +14,7 @@ from threed.layout_search.layout import Layout
 from threed.layout_search.units import ShardSize, Strides
 from threed.optim.registry import OPTIMIZERS
 from threed.prediction.hardware import GroupPlace, Hardware
-from threed.prediction.kernels import Prices, Travel
+from threed.prediction.prices import Prices, Travel
 from threed.program.instruction import Instruction, Op, Tier
 from threed.program.table import Elements, ParameterUnit, Table, UpdateSettings, ZeroSettings
 from threed.schema import Config

@@ -48,8 +48,8 @@ from threed.base.errors import InputError, ThreedError, of_folder
 from threed.comm.environment import restarted
 from threed.monitor import goodput, state
 from threed.monitor.lines import StepLines, cut
-from threed.monitor.loggers.beside import Beside
 from threed.monitor.loggers.logger import About, make
+from threed.monitor.loggers.threaded import Beside
 from threed.monitor.loggers.wandb import is_off
 from threed.monitor.stepline import Parts, waiting, width
 from threed.schema import Config

@@ -1,4 +1,8 @@
-"""Config -> plan: facts (the table), search (the order, a budget), passes (the programs), check. No torch."""
+"""Planner: makes the plan of a config: units and stages, their order, then the passes, then the check.
+
+It knows the passes of `features` and what is below; no torch. `facts` is what a plan knows of a model, `auto`
+searches an order within a memory budget, `passes` calls each feature's pass in turn.
+"""
 
 from __future__ import annotations
 

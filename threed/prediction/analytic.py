@@ -10,7 +10,7 @@ from dataclasses import replace
 from threed.base.mesh import GROUPS
 from threed.planner.facts import make_mesh, make_table
 from threed.prediction.hardware import GroupPlace, Hardware, places
-from threed.prediction.kernels import Prices, Travel
+from threed.prediction.prices import Prices, Travel
 from threed.program.buffers import lowered
 from threed.program.effects import effects
 from threed.program.instruction import COMPUTE, PARTS, Instruction, Op, Tier

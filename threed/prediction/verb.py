@@ -16,7 +16,7 @@ from threed.prediction.contention import PricedPlan
 from threed.prediction.hardware import DEFAULT, OF_CPUS, Hardware
 from threed.prediction.peak import Peak, memory_of, too_much
 from threed.prediction.report import report
-from threed.prediction.transfer import transferred
+from threed.prediction.rescale import transferred
 from threed.program.costs import device_of, read_costs
 from threed.program.table import Plan
 from threed.schema import Config

@@ -1,4 +1,4 @@
-"""Program: the plan as a value: instructions of each rank, the slots that they use, checks, and prices.
+"""Program: the plan as a value: instructions of each rank, what each touches (`effects`), and checks.
 
 It knows `schedules`, `spec` and the config; no torch but in `slots`. Begin with `instruction`, then
 `effects`: what each op reads, writes and sends, told once, from which checks, buffers, prices and the

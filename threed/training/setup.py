@@ -35,8 +35,8 @@ from threed.engine.engine import Engine
 from threed.engine.gpu import hosts, stay_beside
 from threed.engine.loopback import channel_pairs
 from threed.engine.watch import Watch
+from threed.monitor.banner import LONG_S, predicted_s, size_line, step_line
 from threed.monitor.log import CLOSE_S, FAILED_S, Log
-from threed.monitor.opening import LONG_S, predicted_s, size_line, step_line
 from threed.monitor.state import FAILED
 from threed.optim import native
 from threed.optim.registry import OPTIMIZERS

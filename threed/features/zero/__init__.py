@@ -1,4 +1,4 @@
-"""ZeRO: optimizer states, gradients and parameters sharded over dp: gather, reduce, clip, step.
+"""ZeRO: reduces gradients over dp, and shards optimizer states, gradients and parameters over it.
 
 Begin with the header of `plan`; `run` does it on a rank, `state` holds a unit's tensors, `shard` lays the
 parameters of a unit out in one flat buffer. CLIP is one all-reduce over all ranks of [norm squared,

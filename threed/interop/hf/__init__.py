@@ -1,8 +1,8 @@
 """Hugging Face: models of transformers in, and runs out.
 
     HF_DIR/config.json          <- config ->     model.* of the YAML
-    HF_DIR/*.safetensors        <- families ->   a checkpoint of weights alone: step-00000000
-                                   mapping       (which part of our parameter one of their tensors is)
+    HF_DIR/*.safetensors        <- names ->      a checkpoint of weights alone: step-00000000
+                                   slices        (which part of our parameter one of their tensors is)
     HF_DIR/tokenizer.json, ...  <- sidecar ->    RUN/huggingface, data.tokenizer
 
 Both directions read the same tables. Weights travel a parameter at a time, through the checkpoint's boxes.

@@ -16,9 +16,9 @@ import torch
 from threed.base.errors import InputError
 from threed.interop.hf import sidecar as kept
 from threed.interop.hf.config import family_for
-from threed.interop.hf.families import HFFamily, TensorRow
-from threed.interop.hf.mapping import TensorPart
+from threed.interop.hf.names import HFFamily, TensorRow
 from threed.interop.hf.places import ADAPTER, read
+from threed.interop.hf.slices import TensorPart
 from threed.interop.hf.source import Trained
 from threed.interop.hf.tensors import NAMES, FileWriter, headers_of
 from threed.models.layers.parts import Adapter

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from threed.base.errors import InputError
-from threed.interop.hf.families import FAMILIES, NEEDED, HFFamily
+from threed.interop.hf.names import FAMILIES, NEEDED, HFFamily
 from threed.interop.hf.places import CONFIG
 from threed.models.families.registry import family_of as family_of_ours
 from threed.models.model import parameters

@@ -19,15 +19,15 @@ from threed.base.errors import InputError
 from threed.base.progress import Progress
 from threed.base.quantity import show_bytes
 from threed.data.chat import BESIDE, CONFIG, templates
-from threed.data.place import tokenizer_file
 from threed.data.prompts import encode
 from threed.data.tokenizer import load
+from threed.data.tokenizer_files import tokenizer_file
 from threed.data.tokens import prepare
 from threed.interop.hf import sidecar as kept
 from threed.interop.hf.adapters import merge, without
 from threed.interop.hf.config import family_for, written
-from threed.interop.hf.families import HFFamily
 from threed.interop.hf.importing import TIED
+from threed.interop.hf.names import HFFamily
 from threed.interop.hf.places import INDEX, read
 from threed.interop.hf.source import Trained
 from threed.interop.hf.tensors import NAMES, WORDS, FileWriter, entries_of, headers_of, index_text

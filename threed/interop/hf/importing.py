@@ -28,14 +28,14 @@ from threed.checkpoint.lineage import Lineage, write_latest
 from threed.checkpoint.save import describe
 from threed.checkpoint.write import Item, write
 from threed.config import load as configs
-from threed.data.place import CONFIG
 from threed.data.tokenizer import load
+from threed.data.tokenizer_files import CONFIG
 from threed.interop.hf import sidecar as kept
 from threed.interop.hf.adapters import without
 from threed.interop.hf.config import family_of, values_of
-from threed.interop.hf.families import HFFamily, TensorRow
-from threed.interop.hf.mapping import TensorPart
+from threed.interop.hf.names import HFFamily, TensorRow
 from threed.interop.hf.places import located, read, title_of, whole_file
+from threed.interop.hf.slices import TensorPart
 from threed.interop.hf.tensors import DTYPES, NAMES, Files, Fit
 from threed.models.model import parameters
 from threed.schema import Config, ModelConfig

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from threed.base.errors import InputError
-from threed.data.kinds import kind_of
-from threed.data.place import snapshot
+from threed.data.file_types import kind_of
+from threed.data.tokenizer_files import snapshot
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 ADAPTER = "adapter_config.json"

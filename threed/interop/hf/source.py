@@ -18,10 +18,10 @@ from threed.checkpoint.lineage import read_latest
 from threed.checkpoint.proof import checksum
 from threed.checkpoint.read import BoxReader
 from threed.config import load as configs
-from threed.data.keeping import kept_for
+from threed.data.run_tokenizer import kept_for
 from threed.interop.hf import sidecar as kept
-from threed.interop.hf.mapping import blocks
 from threed.interop.hf.places import located
+from threed.interop.hf.slices import blocks
 from threed.interop.hf.tensors import PIECE
 from threed.monitor.folders import as_run
 from threed.schema import Config, RunConfig

@@ -16,8 +16,8 @@ from typing import NamedTuple
 import torch
 
 from threed.base.errors import InputError
-from threed.interop.hf.mapping import TensorPart, blocks
 from threed.interop.hf.places import SINGLE, weight_files
+from threed.interop.hf.slices import TensorPart, blocks
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 NAMES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}  # ours -> theirs

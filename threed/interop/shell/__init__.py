@@ -1,4 +1,4 @@
-"""Shell: what a script of bash would run, found out without running it.
+"""Shell: what a training script of bash would run, found out without running it (`threed convert`).
 
     text --tree-sitter--> tree --walk--> [Command, ...]     each with its words, as the program would get them
 

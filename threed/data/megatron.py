@@ -13,8 +13,8 @@ import numpy as np
 from threed.base.errors import InputError
 from threed.base.quantity import show_count, show_seconds
 from threed.data.files import STDLIB
-from threed.data.place import tokenizer_file
 from threed.data.samples import Tokens
+from threed.data.tokenizer_files import tokenizer_file
 from threed.schema import DataConfig, ModelConfig
 
 _SCAN_TOKENS = 10**9  # data up to this long are looked at in full

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from threed.interop.hf.mapping import View, by_group, by_kind, gate_and_up, same, transposed, vocabulary
+from threed.interop.hf.slices import View, by_group, by_kind, gate_and_up, same, transposed, vocabulary
 from threed.schema import ModelConfig
 
 NEEDED = object()  # a key without a default

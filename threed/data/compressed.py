@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from threed.base.errors import InputError
-from threed.data.kinds import HEAD_BYTES, PACKED, check_kind
+from threed.data.file_types import HEAD_BYTES, PACKED, check_kind
 
 _READ_BYTES = 2**17
 

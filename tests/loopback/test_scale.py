@@ -4,6 +4,7 @@ their square; what it does in a step, in Python, not at all."""
 from __future__ import annotations
 
 import builtins
+import gc
 import io
 import os
 import sys
@@ -54,7 +55,7 @@ def fake(monkeypatch):
 
 
 def lines_of(work: Callable[[], Any]) -> int:
-    """How many lines of Python some work runs."""
+    """How many lines of Python some work runs. Not those of finalizers of what earlier tests have left."""
     count = 0
 
     def see(frame: Any, event: str, _: Any) -> Any:
@@ -62,11 +63,14 @@ def lines_of(work: Callable[[], Any]) -> int:
         count += event == "line"
         return see
 
+    gc.collect()
+    gc.disable()
     sys.settrace(see)
     try:
         work()
     finally:
         sys.settrace(None)
+        gc.enable()
     return count
 
 

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from threed.base.errors import InputError
 from threed.base.mesh import axes_of
 from threed.base.quantity import parse_bytes, show_bytes
+from threed.base.remember import remembered
 from threed.models.layers.base import Layer, Tileable
 from threed.models.model import layers
 from threed.schema import Config
@@ -104,6 +105,12 @@ def _fewest(size: int, cells: int, limit: int) -> int:
     return 0
 
 
+def model_key(config: Config) -> object:
+    """What the layers of a config, and how they are cut into units, depend on."""
+    return repr(config.model), repr(share_of(config)), config.parallel.layers_per_unit
+
+
+@remembered(model_key)
 def unit_layers(config: Config) -> tuple[list[Layer], list[tuple[int, int]]]:
     """The layers of a model, and for each unit (first layer, one past the last). The first and the last layer
     are units of their own; between them, `parallel.layers_per_unit` layers are a unit."""

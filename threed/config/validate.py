@@ -10,13 +10,14 @@ from threed.base.address import is_store, local_path
 from threed.base.address import problem as address_problem
 from threed.base.errors import InputError
 from threed.base.quantity import parse_bytes
+from threed.base.remember import remembered
 from threed.config.choices import check_values
 from threed.config.contract import Cell, refusal
 from threed.config.own_layers import unused
 from threed.config.suits import check_data
 from threed.models.check import unsound
 from threed.models.families.registry import calling, family_of
-from threed.models.tiling import cut_layers, layers_of, share_of, together, unit_layers
+from threed.models.tiling import cut_layers, layers_of, model_key, share_of, together, unit_layers
 from threed.schedules.orders import SCHEDULES
 from threed.schema import CheckpointConfig, Config, ModelConfig, PrecisionConfig
 
@@ -319,6 +320,7 @@ def _check_precision(config: Config) -> list[str]:
     return problems
 
 
+@remembered(model_key)
 def stage_runs(config: Config) -> list[int]:
     """Lengths of the runs of units that must be on one stage: the tiles of one layer, or a single unit."""
     layers, runs = unit_layers(config)

@@ -102,14 +102,19 @@ def config_of(layout: Layout, base: Config) -> Config:
                              layout.reduce_every if layout.stage >= 2 else None,
                              layout.residency if layout.stage == 3 else None,
                              third.prefetch, third.persist_below)
-    if layout.policy == "full":
-        config.activation = replace(base.activation, policy="full", pieces=None,
+    if layout.policy in ("full", "budget"):
+        config.activation = replace(base.activation, policy=layout.policy, pieces=None,
                                     every=layout.every if layout.every > 1 else None,
+                                    budget=base.activation.budget if layout.policy == "budget" else None,
                                     offload="cpu" if layout.offload_activations else "none")
     else:
         pieces = base.activation.pieces if layout.policy == "selective" else None
         config.activation = ActivationConfig(layout.policy, pieces=pieces)
-    config.offload = replace(base.offload, optimizer="cpu") if layout.offload_optimizer else OffloadConfig()
+    config.offload = OffloadConfig()
+    if layout.offload_optimizer:
+        tier = "nvme" if base.offload.optimizer == "nvme" else "cpu"
+        config.offload = replace(base.offload, optimizer=tier,
+                                 parameters=base.offload.parameters if layout.stage == 3 else "none")
     config.model.tile_linears = layout.tile_linears
     config.precision.reduce_dtype = layout.reduce_dtype or base.precision.reduce_dtype
     return config

@@ -1,8 +1,10 @@
-"""Search: all layouts of a config on so many devices, timed by the fast evaluator, the best by the full plan.
+"""Search: all layouts of a config on so many devices; those that no bound drops are timed by short plans, the
+best by the full plan.
 
-    shapes, by a lower bound -> variants that fit -> fast step time -> best ideas -> full plan -> ranked
+    shapes, by a lower bound -> variants that fit -> step time -> best ideas -> full plan -> ranked
 
-What cannot be among the best is not timed: where a shape's lower bound is above the steps of so many ideas.
+What cannot be among the best is not timed: what is slower, at best, than so many ideas, or than another layout
+of its idea.
 """
 
 from __future__ import annotations
@@ -12,26 +14,29 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from operator import itemgetter
 from typing import Any, NamedTuple
 
-from threed.layout_search.estimator import Estimate, Fast
+from threed.base.errors import ThreedError
+from threed.base.remember import remembering
+from threed.layout_search.bounds import Bounds
 from threed.layout_search.layout import Layout, config_of
-from threed.layout_search.space import NEEDLESS, NO_HOST, NO_MEMORY, SLOWER, Space, Variant
+from threed.layout_search.short_plan import Pace, ShortPlans
+from threed.layout_search.space import NEEDLESS, NO_HOST, NO_MEMORY, REFUSED, SLOWER, Space, Variant
 from threed.prediction.hardware import Hardware
 from threed.schema import Config
 
 Progress = Callable[[str], None]
-_NEAR = 1.02  # the fast evaluator's error: what is so much slower than the worst of the best is dropped
+_NEAR = 1.02  # what is so much slower than the worst of the best is dropped
+_AS_FAST = 1.0005  # so near, the layout that holds less is better
 _SURE = 0.97  # what takes less of the memory fits by the full plan, too
 _FAR = 1.3  # while there are few ideas: times the best step
 
 
 class Found(NamedTuple):
-    """A layout that fits, by the fast evaluator."""
+    """A layout that fits, as far as is known without its plan."""
 
     layout: Layout
-    estimate: Estimate
+    step_s: float
     bytes: int
 
 
@@ -47,43 +52,68 @@ class SearchResult:
     seconds: float = 0.0
 
 
+class _Shape(NamedTuple):
+    """A shape whose variants from a row of recomputation on are still to be looked at."""
+
+    bound_s: float
+    number: int  # for shapes that are as fast: the first one first
+    rank: int
+    layout: Layout
+    fitting: list[Variant]
+
+
 class Search:
     """`memory`: bytes of a device. `keep`: so many ideas are wanted. `rounding`: as in Space."""
 
     def __init__(self, base: Config, hardware: Hardware, memory: int, keep: int = 20, rounding: bool = False):
         self.base, self.hardware, self.memory, self.keep = base, hardware, memory, keep
         self.rounding = rounding
-        self.fast = Fast(base, hardware)
+        self.bounds = Bounds(base, hardware)
         self.result = SearchResult()
         self._best: dict[object, float] = {}  # idea -> its shortest step
+        self._enough: dict[object, float] = {}  # idea -> the shortest of those that surely fit
         self._limit = float("inf")
 
     def run(self, devices: int, fixed: Mapping[str, Any],
             progress: Progress = lambda _: None) -> SearchResult:
         """`fixed`: field of a layout -> its only value."""
+        with remembering():
+            return self._run(Space(self.bounds, devices, fixed, self.memory, self.rounding), progress)
+
+    def _run(self, space: Space, progress: Progress) -> SearchResult:
         begin = told = time.monotonic()
-        result = self.result
-        space = Space(self.fast, devices, fixed, self.memory, self.rounding)
-        shapes = [(self.fast.bound_s(shape._replace(policy=fixed.get("policy", "none"))), shape)
-                  for shape in space.shapes()]
-        shapes.sort(key=itemgetter(0))
-        for done, (bound_s, shape) in enumerate(shapes):
-            variants = space.variants(shape)
-            result.considered += len(variants)
+        result, ranks = self.result, range(len(space.recomputes))
+        waiting = [_Shape(self._bound_s(space, shape, 0), number, 0, shape, [])
+                   for number, shape in enumerate(space.shapes())] if ranks else []
+        heapq.heapify(waiting)
+        total = len(waiting)
+        while waiting:
+            bound_s, number, rank, shape, fitting = heapq.heappop(waiting)
             if bound_s > self._limit:
-                result.dropped[SLOWER] += len(variants)
-            else:
-                self._shape(variants)
+                dropped = sum(space.count(shape, each) for each in ranks[rank:])
+                result.dropped[SLOWER] += dropped
+                result.considered += dropped
+                continue
+            result.considered += space.count(shape, rank)
+            self._try_all(space.variants(shape, rank), fitting)
+            if rank + 1 in ranks:
+                bound_s = max(bound_s, self._bound_s(space, shape, rank + 1))
+                heapq.heappush(waiting, _Shape(bound_s, number, rank + 1, shape, fitting))
             if time.monotonic() > told + 2:
                 told = time.monotonic()
-                progress(self._words(done + 1, len(shapes)))
+                progress(self._words(total - len(waiting), total))
         result.dropped.update(space.dropped)
         result.examples.update(space.wrong)
         result.considered += space.dropped.total()
         # Of layouts that are as fast, the one that holds least.
-        result.found.sort(key=lambda each: (float(f"{each.estimate.step_s:.4g}"), each.bytes))
+        result.found.sort(key=lambda each: (float(f"{each.step_s:.4g}"), each.bytes))
         result.seconds = time.monotonic() - begin
         return result
+
+    def _bound_s(self, space: Space, shape: Layout, rank: int) -> float:
+        policy, away = space.recomputes[rank]
+        return self.bounds.step_s(shape._replace(policy=policy, offload_activations=away,
+                                                 every=space.fixed.get("every", 1)))
 
     def _words(self, done: int, total: int) -> str:
         best = min(self._best.values(), default=None)
@@ -91,34 +121,52 @@ class Search:
         return (f"{done} of {total} shapes, {self.result.considered} layouts, {len(self.result.found)} "
                 f"timed{words}")
 
-    def _shape(self, variants: list[Variant]) -> None:
-        fitting: list[Variant] = []
+    def _try_all(self, variants: list[Variant], fitting: list[Variant]) -> None:
+        """Time the variants of a shape that compute the same, of those that fit. `fitting`: all of the shape
+        that surely do."""
+        paces: dict[object, Pace] = {}
         for variant in variants:
             if variant.needless(fitting):
-                self.result.dropped[NEEDLESS] += 1
-            elif (reason := self._try(variant, fitting)) is not None:
+                reason = NEEDLESS
+            elif (reason := self._does_not_fit(variant, fitting)) is None:
+                try:
+                    reason = self._time(variant.layout, paces)
+                except ThreedError as error:
+                    reason = REFUSED
+                    self.result.examples.setdefault(REFUSED, str(error))
+            if reason is not None:
                 self.result.dropped[reason] += 1
 
-    def _try(self, variant: Variant, fitting: list[Variant]) -> str | None:
-        """Why a layout is dropped; None where it is timed."""
-        layout, result = variant.layout, self.result
-        priced = self.fast.priced(layout)
-        size = priced.bytes()
+    def _does_not_fit(self, variant: Variant, fitting: list[Variant]) -> str | None:
+        layout, result, size = variant.layout, self.result, self.bounds.bytes(variant.layout)
         if size > self.memory:
             if result.nearest is None or size < result.nearest[0]:
                 result.nearest = size, layout
             return NO_MEMORY
-        if layout.offload_optimizer and priced.host_bytes() > self.hardware.host_memory_gb * 1e9:
+        if layout.offload_optimizer and (self.bounds.host_bytes(layout)
+                                         > self.hardware.host_memory_gb * 1e9):
             return NO_HOST
         if size < _SURE * self.memory:
             fitting.append(variant)
-        if self.fast.bound_s(layout) > self._limit or priced.free_s > self._limit:
+        return None
+
+    def _time(self, layout: Layout, paces: dict[object, Pace]) -> str | None:
+        """Why a layout is dropped; None where it is timed. `paces`: of those that compute the same."""
+        idea, tiles = layout.idea, layout.tile_linears
+        limit = min(self._limit, _AS_FAST * self._enough.get(idea, float("inf")))
+        if self.bounds.step_s(layout) > limit or (tiles in paces and paces[tiles].step_s > limit):
             return SLOWER
-        estimate = priced.estimate()
-        result.found.append(Found(layout, estimate, size))
-        idea = layout.idea
-        if estimate.step_s < self._best.get(idea, float("inf")):
-            self._best[idea] = estimate.step_s
+        short = ShortPlans(config_of(layout, self.base), self.hardware)
+        if tiles not in paces:
+            paces[tiles] = short.pace()
+            if paces[tiles].step_s > limit:
+                return SLOWER
+        step_s, size = short.step_s(paces[tiles]), self.bounds.bytes(layout)
+        self.result.found.append(Found(layout, step_s, size))
+        if size < _SURE * self.memory:
+            self._enough[idea] = min(step_s, self._enough.get(idea, step_s))
+        if step_s < self._best.get(idea, float("inf")):
+            self._best[idea] = step_s
             best = heapq.nsmallest(self.keep, self._best.values())
             self._limit = _NEAR * (best[-1] if len(best) == self.keep else _FAR * best[0])
         return None
@@ -127,12 +175,13 @@ class Search:
 def helps(base: Config, hardware: Hardware, found: Found) -> dict[str, float]:
     """By how much a step would be shorter (as a share, a sequence) with something else, the most first: what
     would help."""
-    step_s, layout = found.estimate.step_s, found.layout
+    step_s, layout = found.step_s, found.layout
 
     def timed(machine: Hardware, other: Layout, times: int = 1) -> float:
-        config = config_of(layout, base)
+        config = config_of(other, base)
         config.train.global_batch_size *= times
-        return Fast(config, machine).priced(other).estimate().step_s / times
+        short = ShortPlans(config, machine)
+        return short.step_s(short.pace()) / times
 
     values = {"a global batch twice as large": timed(hardware, layout, 2)}
     if layout.tp > 1 or layout.dp > 1 or layout.pp > 1:

@@ -1,7 +1,7 @@
 """The space of a search: all layouts of a config on so many devices. A **shape** is a layout's mesh, schedule
 and micro-batches; its **variants** differ in what they do to save memory.
 
-A variant that saves memory is needless where one that does less for it fits: it recomputes or moves more.
+A variant that saves memory is needless where a cheaper one, which recomputes and moves less, already fits.
 Tiles make the buffers of ZeRO-3 smaller: they are among the variants where these buffers take much memory.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from threed.config.validate import validate
-from threed.layout_search.estimator import Fast
+from threed.layout_search.bounds import Bounds
 from threed.layout_search.layout import Layout, config_of
 from threed.schedules.orders import SCHEDULES
 
@@ -24,7 +24,8 @@ NO_STAGES = "more stages than units of the model"
 NO_FILL = "fewer micro-batches than the schedule needs"
 NO_MEMORY = "does not fit into the device's memory"
 NO_HOST = "does not fit into the host's memory"
-NEEDLESS = "saves memory that another, which does less for it, does not need"
+NEEDLESS = "a cheaper variant already fits"
+REFUSED = "keeps more than the config allows"
 SLOWER = "slower than those found, at best"
 
 _VIRTUAL = (2, 3, 4, 6, 8)
@@ -54,16 +55,30 @@ class Variant(NamedTuple):
                    for other in fitting)
 
 
+class _Change(NamedTuple):
+    """What makes a variant of a shape."""
+
+    values: tuple[Any, ...]  # of _CHANGED
+    family: tuple[int, int, str | None]
+    efforts: tuple[int, ...]
+
+
+_CHANGED = ("policy", "every", "stage", "offload_activations", "residency", "reduce_every", "shard_size",
+            "offload_optimizer", "tile_linears", "reduce_dtype")
+
+
 class Space:
     """`fixed`: field of a layout -> its only value. `memory`: bytes of a device. `rounding`: whether
     gradients that are sent in 16 bits are among the layouts."""
 
-    def __init__(self, fast: Fast, devices: int, fixed: Mapping[str, Any], memory: int,
+    def __init__(self, bounds: Bounds, devices: int, fixed: Mapping[str, Any], memory: int,
                  rounding: bool = False):
-        self.base, self.fast, self.devices = fast.config, fast, devices
+        self.base, self.bounds, self.devices = bounds.config, bounds, devices
         self.fixed, self.memory = fixed, memory
-        self.node = round(min(fast.hardware.node_ranks, devices))
+        self.node = round(min(bounds.hardware.node_ranks, devices))
         self.reduce_dtypes = ("fp32", self.base.precision.dtype) if rounding else (None,)
+        self.recomputes = self._recomputes()
+        self._known: dict[object, list[_Change]] = {}
         self.dropped: Counter[str] = Counter()
         self.wrong: dict[str, str] = {}  # reason -> an example in words
 
@@ -106,27 +121,42 @@ class Space:
             for virtual in self._choices("virtual_stages", stages):
                 if row.virtual not in (None, virtual):
                     continue
-                units = self.fast.units(self.fixed.get("tile_linears"), mesh.tp)
+                units = self.bounds.units(self.fixed.get("tile_linears"), mesh.tp)
                 if units.split(mesh.pp * virtual) is not None:
                     yield name, virtual
                 else:
                     self._drop(NO_STAGES, f"pp {mesh.pp} x {virtual} stages, {len(units.together)} units")
 
-    def variants(self, shape: Layout) -> list[Variant]:
-        """Those that do least for memory first."""
-        result = []
-        for rank, (policy, away) in enumerate(_RECOMPUTES):
-            every_unit = policy == "full" or self.fixed.get("every", 1) == 1
-            if not (self._allowed("policy", policy) and self._allowed("offload_activations", away)
-                    and every_unit):
-                continue
+    def _recomputes(self) -> list[tuple[str, bool]]:
+        """What recomputation saves, least first: policy, and whether kept inputs go to the host."""
+        rows = _RECOMPUTES if self.fixed.get("policy") != "budget" else (("budget", False), ("budget", True))
+        return [(policy, away) for policy, away in rows
+                if self._allowed("policy", policy) and self._allowed("offload_activations", away)
+                and (policy == "full" or self.fixed.get("every", 1) == 1)]
+
+    def count(self, shape: Layout, rank: int) -> int:
+        """How many variants recompute as the row `rank` of `recomputes` says."""
+        return len(self._changes(shape, rank))
+
+    def variants(self, shape: Layout, rank: int) -> list[Variant]:
+        """Those of a row of `recomputes`; the ones that do least for memory first."""
+        return [Variant(shape._replace(**dict(zip(_CHANGED, row.values, strict=True))), row.family, row.efforts)
+                for row in self._changes(shape, rank)]
+
+    def _changes(self, shape: Layout, rank: int) -> list[_Change]:
+        key = rank, shape.tp, shape.dp, shape.pp if shape.axis_order == "dp-pp-tp" else 1
+        if key not in self._known:
+            policy, away = self.recomputes[rank]
+            result = []
             for stage, residency, every, gathers, reduces in self._zeros(shape):
                 layout = shape._replace(policy=policy, every=self.fixed.get("every", 1), stage=stage,
                                         offload_activations=away, residency=residency, reduce_every=every)
-                efforts = rank, gathers, reduces
-                result += [Variant(each, (stage, each.shard_size, each.reduce_dtype), (*efforts, *more))
+                result += [_Change(tuple(getattr(each, name) for name in _CHANGED),
+                                   (stage, each.shard_size, each.reduce_dtype),
+                                   (rank, gathers, reduces, *more))
                            for each, *more in self._details(layout)]
-        return sorted(result, key=lambda variant: sum(variant.efforts))
+            self._known[key] = sorted(result, key=lambda row: sum(row.efforts))
+        return self._known[key]
 
     def _details(self, layout: Layout) -> Iterator[tuple[Layout, int, int]]:
         """The rest of a variant, and how much it does to save memory: moves the optimizer, makes tiles."""
@@ -139,7 +169,7 @@ class Space:
 
     def _tiles(self, layout: Layout) -> Sequence[str | None]:
         """Limits of tiles, the fewest tiles first."""
-        units = self.fast.units()
+        units = self.bounds.units()
         few = layout.stage < 3 or not isinstance(layout.residency, int) or (
             _BUFFERED * units.largest(layout.tp) < _MUCH * self.memory)
         return self._choices("tile_linears", (None, *(() if few else units.tiles(layout.tp))))

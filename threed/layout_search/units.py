@@ -1,24 +1,22 @@
-"""Units: what the units of a model cost a rank, by how a micro-batch is cut and what is kept. Blocks that are
-alike are priced once."""
+"""Units: what the units of a model cost and hold on a rank, for the bound and the memory filter of a search.
+Tables are made of few blocks: blocks that are alike are priced once."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
 from threed.base.errors import InputError
-from threed.base.mesh import Mesh
+from threed.config.validate import stage_runs
 from threed.features.activation.plan import mark, worthwhile
-from threed.models.tiling import cut_layers, together, unit_layers
-from threed.planner.facts import layouts, make_table, unit_costs, unit_parameters
+from threed.models.tiling import cut_layers
+from threed.planner.facts import make_table, stage_sizes, unit_costs
 from threed.prediction.analytic import cost
 from threed.prediction.hardware import Hardware
 from threed.program.instruction import Instruction, Op, Slot
-from threed.program.table import Plan
-from threed.schedules.split import split_stages
-from threed.schema import Config, ZeroConfig
+from threed.program.table import Plan, Table
+from threed.schema import ActivationConfig, Config, OffloadConfig, ZeroConfig
 
 T = TypeVar("T")
 
@@ -28,9 +26,7 @@ class UnitCost(NamedTuple):
 
     forward_s: float
     backward_s: float
-    input_s: float
-    weight_s: float
-    sent_s: tuple[float, float]  # of these, what collectives over tp add to forward and to backward
+    weight_s: float  # the half of backward that computes gradients of weights
     saved_bytes: int
     kept_bytes: int  # where it is computed again: of its input
     operand_bytes: int
@@ -51,35 +47,23 @@ class MicroBatchCut(NamedTuple):
     tiles: str | None = None  # most bytes of a tile
 
 
-class ShardSize(NamedTuple):
-    """A parameter unit's elements on a rank."""
-
-    numel: int
-    copied: int  # of which each tp rank has a copy
-    apart: int  # of these, those of whose gradient each tp rank has a part even where it has all tokens
-
-
 class Units:
-    """The units of a config's model, by cut; and their parameters. With `tiles`, of ranks of one `tp`."""
+    """The units of a config's model, by cut. With `tiles`, of ranks of one `tp`."""
 
     def __init__(self, config: Config, hardware: Hardware, tiles: str | None = None, tp: int = 1):
         self.config, self.hardware = config, hardware
-        full = _alone(config)
-        full.model.tile_linears, full.parallel.tp = tiles, tp
-        self.costs = [sum(parts) for parts in unit_costs(full)]
-        layers, runs = unit_layers(full)
-        self.together = together([layers[first:stop] for first, stop in runs])
-        self.reduced, self.same = _reduced(full, self.costs)
-        # Parameter units by compute unit; the tied embedding has a number of its own, -1.
-        shares = unit_parameters(self.reduced)
-        self.tied = len(unit_layers(self.reduced)[1]) in shares
+        self.full = _alone(config)
+        self.full.model.tile_linears, self.full.parallel.tp = tiles, tp
+        self.together = stage_runs(self.full)
+        self.reduced, self.same = _reduced(self.full)
         self._priced: dict[MicroBatchCut, list[UnitCost]] = {}
-        self._parts: dict[tuple[int, int], dict[int, ShardSize]] = {}
         self._splits: dict[int, tuple[tuple[int, int], ...] | None] = {}
         self.act_bytes: dict[MicroBatchCut, int] = {}
 
     def tiles(self, tp: int) -> tuple[str, ...]:
         """Limits for tiles of the largest unit, a few and more of them, that the model can have."""
+        if self.config.model.own_layers:
+            return ()
         element = 4 if self.config.precision.dtype == "fp32" else 2
         size = self.largest(tp) * element
         limits = [f"{1 << (size // parts).bit_length() - 21}MiB" for parts in (2, 8) if size // parts >> 20]
@@ -89,7 +73,10 @@ class Units:
 
     def largest(self, tp: int) -> int:
         """Elements of the largest parameter unit on a rank, of those that tiles can cut."""
-        return max(part.numel for unit, part in self.parts(tp, 1).items() if unit >= 0)
+        config = copy.deepcopy(self.reduced)
+        config.parallel.tp = tp
+        parameters = make_table(config, (0,)).parameters
+        return max(part.numel for unit, part in parameters.items() if part.name != "tied embedding")
 
     def split(self, stages: int) -> tuple[tuple[int, int], ...] | None:
         """(first unit, one past the last) of each stage; None where the units cannot fill so many."""
@@ -98,7 +85,7 @@ class Units:
             if stages > len(self.together) or (asked is not None and len(asked) != stages):
                 self._splits[stages] = None
             else:
-                sizes = asked or split_stages(self.costs, self.together, stages)
+                sizes = asked or stage_sizes(self.full, stages)
                 ends = [sum(sizes[:index + 1]) for index in range(stages)]
                 self._splits[stages] = tuple(zip([0, *ends[:-1]], ends, strict=True))
         return self._splits[stages]
@@ -109,48 +96,35 @@ class Units:
             self._priced[cut] = self._price(cut)
         return self._priced[cut]
 
-    def parts(self, tp: int, shards: int) -> dict[int, ShardSize]:
-        """Compute unit -> its parameters, of all ranks of a tp group; -1: the tied embedding."""
-        if (tp, shards) not in self._parts:
-            config = copy.deepcopy(self.reduced)
-            config.parallel.tp, config.parallel.dp = tp, shards
-            config.zero = ZeroConfig(1)
-            last = len(set(self.same))
-            few: dict[int, ShardSize] = {}
-            for index, laid in layouts(config).items():
-                few[-1 if index == last else index] = ShardSize(
-                    laid.numel, *(sum(each.stop - each.start for each in laid.partial(("tp",), sequence))
-                                  for sequence in (("tp",), ())))
-            parts = {unit: few[kind] for unit, kind in enumerate(self.same) if kind in few}
-            self._parts[tp, shards] = parts | ({-1: few[-1]} if -1 in few else {})
-        return self._parts[tp, shards]
+    def table(self, config: Config) -> Table:
+        """The table of a model with few blocks, under the layout of `config`, on one position."""
+        few = copy.deepcopy(config)
+        few.model, few.parallel.pp, few.parallel.stage_units = copy.copy(self.reduced.model), 1, None
+        few.model.tile_linears = config.model.tile_linears
+        few.offload.ratio = 1.0
+        return make_table(few, (0,))
 
     def _price(self, cut: MicroBatchCut) -> list[UnitCost]:
         config = copy.deepcopy(self.reduced)
-        parallel, activation = config.parallel, config.activation
+        parallel = config.parallel
         parallel.tp, parallel.dp, parallel.axis_order = cut.tp, cut.stride, "pp-tp-dp"
         parallel.sequence_parallel = cut.sequence_parallel
         config.train.micro_batch_size = cut.micro_batch_size
         config.train.global_batch_size = cut.micro_batch_size * cut.stride
-        activation.policy = cut.policy
-        if cut.policy != "selective":
-            activation.pieces = None
+        if cut.policy == "selective":
+            config.activation = ActivationConfig("selective", pieces=self.config.activation.pieces)
         table = make_table(config, (0,))
-        marked = worthwhile(table) if cut.policy == "full" else []
-        table = mark(table, marked)
-        plan = Plan(table, {}, config)
-        free = replace(self.hardware, node_gbps=1e12, adapter_gbps=1e12, node_us=0.0, adapter_us=0.0)
-        price, computed = cost(plan, self.hardware), cost(plan, free)
+        if cut.policy == "full":
+            table = mark(table, worthwhile(table))
+        price = cost(Plan(table, {}, config), self.hardware)
         self.act_bytes[cut] = table.act_bytes
 
         def unit(index: int) -> UnitCost:
             each = table.units[index]
-            ops = Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT
-            forward_s, backward_s, input_s, weight_s = (price(0, Instruction(op, index, 0)) for op in ops)
-            alone = [computed(0, Instruction(op, index, 0)) for op in ops[:2]]
+            forward_s, backward_s, weight_s = (price(0, Instruction(op, index, 0)) for op in
+                                               (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_WEIGHT))
             logits = each.saved_bytes - each.operand_bytes if each.loss else 0
-            return UnitCost(forward_s, backward_s, input_s, weight_s,
-                            (forward_s - alone[0], backward_s - alone[1]), each.saved_bytes,
+            return UnitCost(forward_s, backward_s, weight_s, each.saved_bytes,
                             table.size(Slot("kept", index)), each.operand_bytes, each.recompute,
                             sum(handed.bytes for handed in each.makes), logits)
 
@@ -168,17 +142,18 @@ def _alone(config: Config) -> Config:
     alone.parallel.sequence_parallel, alone.parallel.axis_order = False, "pp-dp-tp"
     alone.parallel.schedule, alone.parallel.stage_units = "1f1b", None
     alone.parallel.virtual_stages = alone.parallel.activation_limit = None
-    alone.zero = ZeroConfig(1)
-    alone.activation.policy, alone.activation.every = "none", None
-    alone.activation.partition = alone.activation.contiguous = False
-    alone.activation.offload, alone.activation.budget = "none", None
+    alone.zero, alone.activation, alone.offload = ZeroConfig(1), ActivationConfig(), OffloadConfig()
     alone.train.micro_batch_size = 1
     return alone
 
 
-def _reduced(full: Config, costs: list[float]) -> tuple[Config, list[int]]:
+def _reduced(full: Config) -> tuple[Config, list[int]]:
     """A config with few blocks, and for each unit of the full model the unit of it that is the same. Where
     the blocks differ, the full model."""
+    costs = [sum(parts) for parts in unit_costs(full)]
+    whole = full, list(range(len(costs)))
+    if full.model.own_layers:
+        return whole
     few = copy.deepcopy(full)
     few.model.layers = 1
     ours = [sum(parts) for parts in unit_costs(few)]
@@ -193,7 +168,7 @@ def _reduced(full: Config, costs: list[float]) -> tuple[Config, list[int]]:
     same = [*range(begin), *[*range(begin, end)] * count, *range(end, len(ours))]
     alike = (full.parallel.layers_per_unit == 1 and (first, blocks, last) == (head, block * count, tail)
              and costs == [ours[unit] for unit in same])
-    return (few, same) if alike else (full, list(range(len(costs))))
+    return (few, same) if alike else whole
 
 
 def _can_cut(config: Config, tiles: str) -> bool:
@@ -207,24 +182,3 @@ def _can_cut(config: Config, tiles: str) -> bool:
 def _ends_apart(layers: list[T]) -> tuple[list[T], list[T], list[T]]:
     """The first, those between, and the last."""
     return layers[:1], layers[1:-1], layers[-1:]
-
-
-class Strides:
-    """Where the ranks of an axis are: its size, and from one to the next."""
-
-    def __init__(self, order: str, sizes: dict[str, int]):
-        self.sizes, self.strides = sizes, {}
-        stride = 1
-        for axis in reversed(order.split("-")):
-            self.strides[axis] = stride
-            stride *= sizes[axis]
-        self.size = stride
-
-    @classmethod
-    def of(cls, mesh: Mesh) -> Strides:
-        return cls("-".join(mesh.order), mesh.sizes)
-
-    def ranks(self, axis: str, count: int | None = None, times: int = 1) -> range:
-        """Of rank 0's group: `count` ranks (None: all) along an axis, `times` apart."""
-        stride = self.strides[axis] * times
-        return range(0, (self.sizes[axis] if count is None else count) * stride, stride)

@@ -14,6 +14,7 @@ from threed.base.texttable import wrapped
 from threed.config.load import checked
 from threed.layout_search.request import Question, ask, write
 from threed.layout_search.search import Found, Search, SearchResult, helps
+from threed.layout_search.short_plan import ShortPlans
 from threed.layout_search.space import NO_MEMORY
 from threed.models.model import model_flops
 from threed.prediction.hardware import DEFAULT, OF_CPUS, Hardware
@@ -94,19 +95,19 @@ def _planned(asked: Question, machine: Hardware, limit: int, result: SearchResul
 
 
 def _row(asked: Question, machine: Hardware, found: Found, measured: dict[str, Any]) -> dict[str, Any]:
-    layout, estimate, base = found.layout, found.estimate, asked.base
+    layout, base = found.layout, asked.base
+    parts = ShortPlans(asked.config(layout), machine).parts()
     step_s, ranks = measured["step_s"], layout.tp * layout.pp * layout.dp
     peak = machine.peak(4 if base.precision.dtype == "fp32" else 2)
-    waits = estimate.bubble * estimate.step_s - estimate.dp_s - estimate.offload_s
-    lost = {"bubble": max(0.0, waits), "recomputation": estimate.again_s,
-            "collectives over tp": estimate.tp_s, "traffic over dp": estimate.dp_s,
-            "offload": estimate.offload_s}
+    waits = parts.bubble * parts.step_s - parts.dp_s - parts.offload_s
+    lost = {"bubble": max(0.0, waits), "recomputation": parts.again_s, "collectives over tp": parts.tp_s,
+            "traffic over dp": parts.dp_s, "offload": parts.offload_s}
     most = max(lost, key=lambda name: lost[name])
-    return {"layout": layout.text(), "step_s": step_s, "fast_s": estimate.step_s,
+    return {"layout": layout.text(), "step_s": step_s, "fast_s": parts.step_s,
             "tokens_per_s": base.tokens_per_step / step_s,
             "mfu": model_flops(base.model, base.train.global_batch_size) / step_s / ranks / peak,
-            "peak_bytes": measured["peak_bytes"], "bubble": estimate.bubble,
-            "exposed_s": estimate.tp_s + estimate.dp_s, "lost_s": lost,
+            "peak_bytes": measured["peak_bytes"], "bubble": parts.bubble,
+            "exposed_s": parts.tp_s + parts.dp_s, "lost_s": lost,
             "bottleneck": most if lost[most] > 0.03 * step_s else "computation",
             "helps": helps(base, machine, found), "changes": asked.values_of(layout)}
 

@@ -57,6 +57,11 @@ def _search(config: Config) -> Pipeline:
 
 
 def unchecked_plan(config: Config, pipeline: Pipeline) -> Plan:
+    return run_passes(config, pipeline, marked_table(config, pipeline))
+
+
+def marked_table(config: Config, pipeline: Pipeline) -> Table:
+    """The table of a plan, with the units marked that are recomputed."""
     table = make_table(config, pipeline.place)
     if config.train.sample_every:
         table = with_logits(config, table)
@@ -65,7 +70,7 @@ def unchecked_plan(config: Config, pipeline: Pipeline) -> Plan:
         table = activation.mark(table, [u for u in activation.worthwhile(table) if u % every == 0])
     elif policy == "budget":
         table = _budgeted(config, pipeline, table)
-    return run_passes(config, pipeline, table)
+    return table
 
 
 def _budgeted(config: Config, pipeline: Pipeline, table: Table) -> Table:

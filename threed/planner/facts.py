@@ -13,6 +13,7 @@ from typing import NamedTuple
 from threed.base.errors import InputError
 from threed.base.mesh import GROUPS, Mesh, axes_of
 from threed.base.quantity import add_up
+from threed.base.remember import remembered
 from threed.config.validate import PIECES, stage_runs
 from threed.features.offload import plan as offload
 from threed.features.pipeline.parts import cut, settings
@@ -20,7 +21,7 @@ from threed.features.zero import plan as zero
 from threed.features.zero.shard import FlatLayout, layout
 from threed.models.layers.base import Layer
 from threed.models.model import tied_parameters
-from threed.models.tiling import cut_layers, layers_of, share_of, unit_layers
+from threed.models.tiling import cut_layers, layers_of, model_key, share_of, unit_layers
 from threed.optim.registry import OPTIMIZERS
 from threed.program.costs import load_costs
 from threed.program.instruction import KINDS, Instruction, Op, Tier
@@ -44,6 +45,7 @@ from threed.schema import Config
 from threed.spec.parameter import SEQUENCE, Cost, Parameter, Share
 
 
+@remembered(lambda config: (model_key(config), config.parallel.costs))
 def unit_costs(config: Config) -> list[tuple[float, float, float]]:
     """Costs of each unit's forward, input half and weights' half: seconds that the run `parallel.costs` has
     measured, or FLOPs."""
@@ -91,6 +93,8 @@ def persists(config: Config, parameter: Parameter) -> bool:
     return config.zero.stage < 3 or parameter.numel < (config.zero.persist_below or 0)
 
 
+@remembered(lambda config: (model_key(config), config.shard_size, config.zero.stage,
+                            config.zero.persist_below))
 def layouts(config: Config) -> dict[int, FlatLayout]:
     """Parameter unit -> its flat layout on one rank, cut into shards (whatever the ZeRO stage, so that the
     gradient norm is summed over the same ranges)."""
@@ -102,7 +106,7 @@ def make_table(config: Config, place: tuple[int, ...]) -> Table:
     """Units, stages, sizes and traffic of a config whose stages are at the positions `place`."""
     (model_layers, runs), parallel = unit_layers(config), config.parallel
     check_shapes(config, model_layers)
-    costs, together = [sum(parts) for parts in unit_costs(config)], stage_runs(config)
+    together = stage_runs(config)
     if len(place) > len(together) or (parallel.stage_units is not None
                                       and len(parallel.stage_units) != len(place)):
         layers = f" in {len(together)} layers" if len(together) < len(runs) else ""
@@ -114,15 +118,14 @@ def make_table(config: Config, place: tuple[int, ...]) -> Table:
                          f"and the head on {place[-1]}; tied embeddings need the embedding on the first "
                          "position and the head on the first or the last: change the order of the rows, or "
                          "set model.tie_embeddings=false")
-    sizes = parallel.stage_units or split_stages(costs, together, len(place))
+    sizes = parallel.stage_units or stage_sizes(config, len(place))
     stage_of = [stage for stage, size in enumerate(sizes) for _ in range(size)]
-    members = [model_layers[first:stop] for first, stop in runs]
-    uses_tied = [any(p.tied for layer in unit for p in layer.parameters()) for unit in members]
+    uses_tied = _uses_tied(config)
     used = [tuple(p for p in (index, tied, tied + 1 + index, 2 * tied + 1 + index) if p in laid_out
                   and (p != tied or uses_tied[index]))
             for index in range(len(runs))]
-    units = tuple(_compute_unit(config, members[index], runs[index], handed, (stage_of[index], used[index]))
-                  for index, handed in enumerate(hand_overs(members)))
+    units = tuple(replace(unit, stage=stage, parameters=mine)
+                  for unit, stage, mine in zip(_compute_units(config), stage_of, used, strict=True))
     table = Table(units, {}, place, config.num_microbatches, _act_bytes(config), _elements(config),
                   _zero(config), _activation(config), _update(config))
     shared = _Shared.of(config, table.elements)
@@ -158,6 +161,12 @@ def with_logits(config: Config, table: Table) -> Table:
                          "(Layer.logits), so it cannot generate text")
     count = -(-len(config.train.sample_prompts) // (config.train.micro_batch_size * config.dp))
     return replace(table, logits=LogitsSettings(max(1, count), made, sent))
+
+
+@remembered(lambda config, stages: (model_key(config), config.parallel.costs, stages))
+def stage_sizes(config: Config, stages: int) -> list[int]:
+    """Compute units of each of so many stages, balanced by cost."""
+    return split_stages([sum(parts) for parts in unit_costs(config)], stage_runs(config), stages)
 
 
 class _Shared(NamedTuple):
@@ -307,18 +316,32 @@ def hand_overs(units: Sequence[Sequence[Layer]]) -> list[tuple[set[str], tuple[R
             for index, mine in enumerate(reads)]
 
 
+@remembered(model_key)
+def _uses_tied(config: Config) -> list[bool]:
+    """Of each compute unit, whether it uses the tied embedding."""
+    model_layers, runs = unit_layers(config)
+    return [any(p.tied for layer in model_layers[first:stop] for p in layer.parameters())
+            for first, stop in runs]
+
+
+@remembered(lambda config: (model_key(config), tuple(config.pieces)))
+def _compute_units(config: Config) -> list[ComputeUnit]:
+    """The compute units of a model, before they are on stages and have parameter units."""
+    model_layers, runs = unit_layers(config)
+    members = [model_layers[first:stop] for first, stop in runs]
+    return [_compute_unit(config, *each) for each in zip(members, runs, hand_overs(members), strict=True)]
+
+
 def _compute_unit(config: Config, members: Sequence[Layer], run: tuple[int, int],
-                  handed: tuple[set[str], tuple[Read, ...]],
-                  where: tuple[int, tuple[int, ...]]) -> ComputeUnit:
-    """`where`: its stage, and the parameter units that it uses."""
-    share, (stage, parameters), (makes, reads) = share_of(config), where, handed
+                  handed: tuple[set[str], tuple[Read, ...]]) -> ComputeUnit:
+    share, (makes, reads) = share_of(config), handed
     cost = sum((layer.cost(share) for layer in members), Cost())
     sizes = {name: size for layer in members for name, size in layer.makes(share).items()}
     names = [layer.name for layer in members]
     name = names[0] if len(names) == 1 else f"{names[0]}..{names[-1].rsplit('.', 1)[-1]}"
     traffic = {phase: {axis: size for (when, axis), size in cost.sent.items() if when == phase}
                for phase in ("forward", "input", "weight")}
-    return ComputeUnit(name, run, stage, parameters, cost.kernels, cost.saved_bytes(config.pieces),
+    return ComputeUnit(name, run, 0, (), cost.kernels, cost.saved_bytes(config.pieces),
                        cost.operands, traffic,
                        makes=tuple(Handed(name, sizes[name]) for name in sorted(makes)), reads=reads,
                        loss=any(layer.loss for layer in members), adds=all(layer.adds for layer in members),

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from threed.base.mesh import GROUPS
+from threed.base.mesh import GROUPS, Mesh
 from threed.base.quantity import show_bytes
 from threed.planner import make_mesh
 from threed.planner.from_config import config_of
@@ -73,11 +73,15 @@ def temporaries_of(plan: Plan) -> Temporaries:
 
 def communicators(plan: Plan, position: int) -> int:
     """Communicators of a rank: its groups of several ranks, and its channels to other positions."""
-    mesh = make_mesh(config_of(plan))
+    return (groups(make_mesh(config_of(plan)), position)
+            + sum(position in ends for *ends, _ in channels(plan.programs["train"])))
+
+
+def groups(mesh: Mesh, position: int) -> int:
+    """Groups of several ranks of a rank at a position, each with a communicator."""
     rank = mesh.group("pp", 0)[position]
-    groups = sum(bool(row.lane) and row.needed(mesh) and len(mesh.group(name, rank)) > 1
-                 for name, row in GROUPS.items())
-    return groups + sum(position in ends for *ends, _ in channels(plan.programs["train"]))
+    return sum(bool(row.lane) and row.needed(mesh) and len(mesh.group(name, rank)) > 1
+               for name, row in GROUPS.items())
 
 
 def fullest(rows: list[Peak]) -> Peak:

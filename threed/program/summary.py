@@ -56,10 +56,8 @@ def stage(plan: Plan, position: int, alive: Memory) -> dict[str, Any]:
     return {
         "parameters": sum(table.parameters[p].numel - table.parameters[p].padding
                           for p in table.held(position)),
-        "parameter_bytes": sum(_parameter_bytes(table, p) for p in table.held(position)),
-        # Below ZeRO-2 the reduced shard is a part of the whole gradient.
-        "gradient_bytes": sum(table.size(Slot("wgrad" if table.zero.stage < 2 else "gshard", p))
-                              for p in held if not table.streams(p)),
+        "parameter_bytes": sum(parameter_bytes(table, p) for p in table.held(position)),
+        "gradient_bytes": sum(gradient_bytes(table, p) for p in held),
         "optimizer_bytes": sum(table.size(table.state(p)) for p in held
                                if table.parameters[p].state_home == Tier.DEVICE),
         "buffer_bytes": pools.bytes(table),
@@ -74,11 +72,19 @@ def stage(plan: Plan, position: int, alive: Memory) -> dict[str, Any]:
     }
 
 
-def _parameter_bytes(table: Table, unit: int) -> int:
+def parameter_bytes(table: Table, unit: int) -> int:
+    """Of a parameter unit, on the device all the time."""
     held = table.parameters[unit]
     if held.weight_home != Tier.DEVICE:
         return 0
     return table.size(Slot("param" if held.whole else "pshard", unit))
+
+
+def gradient_bytes(table: Table, unit: int) -> int:
+    """Of the gradient of a unit that trains, on the device all the time. (Below ZeRO-2 the reduced shard is a
+    part of the whole gradient.)"""
+    kind = "wgrad" if table.zero.stage < 2 else "gshard"
+    return 0 if table.streams(unit) else table.size(Slot(kind, unit))
 
 
 def _frozen(table: Table, position: int) -> dict[str, int]:

@@ -1,0 +1,218 @@
+"""Short plans: a layout's step, timed by real plans of few micro-batches, in which units that are alike are one.
+
+    all micro-batches  =  a short plan  +  the periods that it leaves out x (a longer one - it) / 2
+
+The plans are made by the planner's own passes, and priced and walked as by `threed predict`.
+
+* Micro-batches: a schedule is periodic. After it is filled, p more micro-batches take as long as the p before;
+  or 2p, where positions wait for messages in turn. A short plan has a steady state, and as many micro-batches
+  modulo p as the real one.
+* Units: compute units of a stage that are alike, and their parameter units, become one that costs as much as
+  all of them. The first and the last of them stay alone: what the step's start and end wait for is as large as
+  in the real plan.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from itertools import groupby
+from typing import NamedTuple
+
+from threed.planner.auto import check_limit, make_pipeline, marked_table
+from threed.planner.passes import run_passes
+from threed.prediction.analytic import cost
+from threed.prediction.contention import step, timed
+from threed.prediction.hardware import Hardware
+from threed.program.instruction import COMPUTE, Op
+from threed.program.order import plan_links
+from threed.program.table import ComputeUnit, ParameterUnit, Plan, Table
+from threed.program.walk import Cost, seconds_of
+from threed.schedules.orders import SCHEDULES
+from threed.schema import Config
+
+_STEADY = 0.99  # of the pace: a steady state is not faster
+
+
+def few(name: str, p: int, m: int) -> int:
+    """m, or where m is large a small number with a steady state that is congruent to it modulo p."""
+    fewest = SCHEDULES[name].least(p) + 2 * p + 2
+    return m if m <= fewest + p else fewest + (m - fewest) % p
+
+
+def short_plan(config: Config, microbatches: int) -> Plan:
+    """The unchecked plan of so many micro-batches of a config. InputError where it keeps more than the config
+    allows."""
+    config = copy.deepcopy(config)
+    train = config.train
+    train.global_batch_size = microbatches * train.micro_batch_size * config.dp
+    train.eval_every = train.sample_every = config.checkpoint.every = config.run.verify_every = 0
+    pipeline = make_pipeline(config)
+    plan = run_passes(config, pipeline, merged(marked_table(config, pipeline)))
+    check_limit(config, pipeline, plan)
+    return plan
+
+
+def merged(table: Table) -> Table:
+    """A table with fewer units, which cost the same."""
+    if table.activation.offload or table.activation.partition:
+        return table  # what is kept moves unit by unit
+    kinds = [_kind(table, index) for index in range(len(table.units))]
+    runs = [[*run] for _, run in groupby(range(len(table.units)), key=kinds.__getitem__)]
+    units = [chunk for run in runs for chunk in _chunks(run)]
+    # Parameter units that become one have the number of the first of them; numbers keep their order.
+    same = {rows[0]: rows for chunk in units
+            for rows in zip(*(table.units[unit].parameters for unit in chunk), strict=True)}
+    unit_of, number = ({first: at for at, first in enumerate(firsts)}
+                       for firsts in ((chunk[0] for chunk in units), sorted(same)))
+    return replace(table, units=tuple(_sum_of(table, chunk, number, unit_of) for chunk in units),
+                   parameters={number[first]: _all_of(table, same[first]) for first in sorted(same)})
+
+
+def _chunks(run: list[int]) -> list[list[int]]:
+    """The first, all between, and the last; of three, the first and the others."""
+    ends = [0, 1, *([len(run) - 1] if len(run) > 3 else []), len(run)]
+    return [run[begin:end] for begin, end in zip(ends, ends[1:], strict=False) if end > begin]
+
+
+def _kind(table: Table, index: int) -> object:
+    """Equal for units that may become one."""
+    unit = table.units[index]
+    held = [table.parameters[p] for p in unit.parameters]
+    if unit.makes or unit.reads or unit.loss or index == 0 or any(len(each.positions) > 1 for each in held):
+        return index
+    return (unit.stage, unit.kernels, unit.saved_bytes, unit.operand_bytes, repr(unit.traffic), unit.recompute,
+            unit.adds, unit.output, unit.again,
+            tuple(replace(each, name="", padding=0) for each in held))
+
+
+def _all_of(table: Table, same: Sequence[int]) -> ParameterUnit:
+    first, count = table.parameters[same[0]], len(same)
+    return replace(first, numel=count * first.numel, padding=count * first.padding, reductions=tuple(
+        step._replace(numel=count * step.numel) for step in first.reductions)) if count > 1 else first
+
+
+def _sum_of(table: Table, chunk: Sequence[int], number: dict[int, int], unit_of: dict[int, int]) -> ComputeUnit:
+    first, count = table.units[chunk[0]], len(chunk)
+    traffic = {phase: {axis: count * size for axis, size in sent.items()}
+               for phase, sent in first.traffic.items()}
+    return replace(first, parameters=tuple(number[p] for p in first.parameters), kernels=count * first.kernels,
+                   again=count * first.again, saved_bytes=count * first.saved_bytes, traffic=traffic,
+                   operand_bytes=count * first.operand_bytes,
+                   reads=tuple(read._replace(unit=unit_of[read.unit]) for read in first.reads))
+
+
+class Pace(NamedTuple):
+    """A step with free traffic over dp and free updates: no step of a layout that computes the same is
+    shorter."""
+
+    step_s: float
+    microbatch_s: float  # of one more micro-batch
+
+
+class StepParts(NamedTuple):
+    """A step, and parts of it that something could shorten."""
+
+    step_s: float
+    again_s: float  # of the busiest position: computed again
+    tp_s: float  # of that position: collectives over tp
+    dp_s: float  # how much shorter the step were if gathers and reductions were free
+    offload_s: float  # if moves to other tiers and steps there were
+    bubble: float  # share of the step in which a position neither computes nor steps, on average
+
+
+class ShortPlans:
+    """The short plans of a config on a machine. InputError as from `short_plan`."""
+
+    def __init__(self, config: Config, hardware: Hardware):
+        self.hardware = hardware
+        if hardware.waits and config.model.fused == "auto":  # as prices have it on a CPU
+            config = replace(config, model=replace(config.model, fused="off"))
+        self.config, self.p, self.m = config, config.parallel.pp, config.num_microbatches
+        self._few = few(config.parallel.schedule, self.p, self.m)
+        self._plans: dict[int, Plan] = {}
+
+    def _plan(self, microbatches: int) -> Plan:
+        if microbatches not in self._plans:
+            self._plans[microbatches] = short_plan(self.config, microbatches)
+        return self._plans[microbatches]
+
+    def pace(self) -> Pace:
+        def free(plan: Plan) -> float:
+            return self._timed(plan, self.hardware, _FREE)
+
+        less = free(self._plan(self._few))
+        if self._few == self.m:
+            return Pace(less, 0.0)
+        more_s = (free(self._plan(self._few + 2 * self.p)) - less) / (2 * self.p)
+        return Pace(less + (self.m - self._few) * more_s, more_s)
+
+    def step_s(self, pace: Pace) -> float:
+        """Seconds of a step. `pace`: of a layout that computes the same.
+
+        Where there is traffic in every micro-batch, two plans say what more of them take; elsewhere, the pace
+        does. While short plans have traffic that more micro-batches would hide, longer ones are made."""
+        less, per = 0.0, pace.microbatch_s
+        often = self._often
+        while True:
+            less = self._timed(self._plan(self._few), self.hardware)
+            left = self.m - self._few
+            if not left:
+                return less
+            if often:
+                per = (self._timed(self._plan(self._few + 2 * self.p), self.hardware) - less) / (2 * self.p)
+                steady = per > _STEADY * pace.microbatch_s
+            else:
+                steady = less + left * per - pace.step_s < (1 - _STEADY) * pace.step_s
+            if steady:
+                return less + left * per
+            self._few = min(self.m, self._few + self.p * -(-self._few // self.p))
+
+    @property
+    def _often(self) -> bool:
+        """Whether there is traffic over dp, or to other tiers, in every micro-batch."""
+        zero = self.config.zero
+        return zero.stage == 3 or (zero.stage == 2 and zero.reduce_every != "step")
+
+    def parts(self) -> StepParts:
+        """What a step is made of."""
+        hardware = self.hardware
+        fast = replace(hardware, node_gbps=1e12, adapter_gbps=1e12, node_us=0.0, adapter_us=0.0)
+
+        def whole(value: Callable[[Plan], float]) -> float:
+            less = value(self._plan(self._few))
+            if self._few == self.m:
+                return less
+            more = value(self._plan(self._few + 2 * self.p))
+            return less + (self.m - self._few) * (more - less) / (2 * self.p)
+
+        def busy(ops: Collection[Op], machine: Hardware, position: int) -> float:
+            return whole(lambda plan: _spent(plan, cost(plan, machine), ops, position))
+
+        step_s = self.step_s(self.pace())
+        rows = [busy(COMPUTE, hardware, position) for position in range(self.p)]
+        most = max(range(self.p), key=rows.__getitem__)
+        steps = [0.0 if self.config.offload.optimizer != "none" else busy((Op.STEP,), hardware, position)
+                 for position in range(self.p)]
+        walked = whole(lambda plan: timed(plan, seconds_of(plan_links(plan, "train"), cost(plan, hardware)),
+                                          hardware).total_s)
+        return StepParts(
+            step_s, busy((Op.RECOMPUTE,), hardware, most), rows[most] - busy(COMPUTE, fast, most),
+            *(max(0.0, walked - whole(lambda plan, ops=ops: self._timed(plan, hardware, ops)))
+              for ops in ((Op.GATHER, Op.REDUCE), (Op.OFFLOAD, Op.FETCH))),
+            max(0.0, 1 - (sum(rows) + sum(steps)) / self.p / walked))
+
+    def _timed(self, plan: Plan, hardware: Hardware, free: Collection[Op] = ()) -> float:
+        price = cost(plan, hardware)
+        return step(plan, lambda at, item: 0.0 if item.op in free and item.kind not in _KEPT
+                    else price(at, item), hardware).total_s
+
+
+_FREE = (Op.GATHER, Op.REDUCE, Op.OFFLOAD, Op.FETCH, Op.CLIP, Op.STEP)
+_KEPT = ("kept", "kpart")  # inputs that are kept: their moves are of each micro-batch
+
+
+def _spent(plan: Plan, price: Cost, ops: Collection[Op], position: int) -> float:
+    """Seconds of a position's instructions of these ops."""
+    return sum(price(position, item) for item in plan.programs["train"][position] if item.op in ops)

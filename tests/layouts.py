@@ -1,4 +1,4 @@
-"""Random layouts, and what the fast evaluator and the full plan say of each."""
+"""Random layouts, and what short plans, the memory filter and the full plan say of each."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from threed.base.errors import ThreedError
 from threed.config.validate import validate
-from threed.layout_search.estimator import Fast
+from threed.layout_search.bounds import Bounds
 from threed.layout_search.layout import Layout, config_of
+from threed.layout_search.short_plan import ShortPlans
 from threed.planner import make_plan
 from threed.prediction.analytic import cost
 from threed.prediction.contention import step
@@ -35,11 +36,23 @@ class Compared(NamedTuple):
         return abs(self.fast_s / self.full_s - 1)
 
 
-def draw(rng: random.Random, fast: Fast) -> Layout:
+def short_s(config: Config, hardware: Hardware) -> float:
+    """A step by short plans."""
+    short = ShortPlans(config, hardware)
+    return short.step_s(short.pace())
+
+
+def full_s(config: Config, hardware: Hardware) -> float:
+    """A step by the full plan."""
+    plan = make_plan(config)
+    return step(plan, cost(plan, hardware), hardware).total_s
+
+
+def draw(rng: random.Random, bounds: Bounds) -> Layout:
     tp, dp, pp = rng.choice((1, 1, 2, 4, 8)), rng.choice((1, 2, 4, 8, 16)), rng.choice((1, 2, 3, 4))
     schedule = rng.choice(list(SCHEDULES)) if pp > 1 else "1f1b"
     stage, policy = rng.randrange(4) if dp > 1 else 1, rng.choice(("none", "selective", "full"))
-    tiles, reduced = fast.units().tiles(tp), fast.config.precision.dtype
+    tiles, reduced = bounds.units().tiles(tp), bounds.config.precision.dtype
     return Layout(
         tp, pp, dp, rng.choice(("pp-dp-tp", "dp-pp-tp")), schedule, SCHEDULES[schedule].virtual or 2,
         rng.choice((1, 2)), tp > 1 and rng.random() < 0.5, stage,
@@ -54,9 +67,9 @@ def draw(rng: random.Random, fast: Fast) -> Layout:
 def compared(base: Config, hardware: Hardware, seed: int, count: int, most: int = 16,
              transient: Transient | None = None) -> Iterator[Compared]:
     """So many layouts that can run, of at most `most` micro-batches. `transient` measures temporaries."""
-    rng, fast = random.Random(seed), Fast(base, hardware)
+    rng, bounds = random.Random(seed), Bounds(base, hardware)
     while count:
-        layout = draw(rng, fast)
+        layout = draw(rng, bounds)
         config = config_of(layout, base)
         if validate(config) or not 1 <= config.num_microbatches <= most:
             continue
@@ -65,11 +78,9 @@ def compared(base: Config, hardware: Hardware, seed: int, count: int, most: int 
         except ThreedError:
             continue  # a schedule that needs more micro-batches, or more units
         count -= 1
-        priced = fast.priced(layout)
         full = max(_held(plan, transient))
-        taken = hardware.taken_bytes(priced.tolls.communicators(priced.place))
-        yield Compared(layout, priced.estimate().step_s, step(plan, cost(plan, hardware), hardware).total_s,
-                       priced.bytes() - taken, full)
+        yield Compared(layout, short_s(config, hardware), step(plan, cost(plan, hardware), hardware).total_s,
+                       bounds.bytes(layout) - bounds.taken(layout), full)
 
 
 def _held(plan: Plan, transient: Transient | None) -> list[int]:

@@ -1,4 +1,4 @@
-"""What `threed search` is worth: its fast evaluator beside the full plan over random layouts, and two whole
+"""What `threed search` is worth: its short plans beside the full plan over random layouts, and two whole
 searches with their seconds.
 
     python -m bench.search --layouts 300 --searches --markdown bench/results/search.md     # 15 minutes

@@ -1,16 +1,12 @@
-"""`threed search`: the fast evaluator against the full plan, over 300 random layouts."""
+"""`threed search`: short plans against the full plan, over 300 random layouts."""
 
 from __future__ import annotations
 
 import pytest
 
 import threed
-from tests.layouts import compared
-from threed.layout_search.estimator import Fast
+from tests.layouts import compared, full_s, short_s
 from threed.layout_search.layout import Layout, config_of
-from threed.planner import make_plan
-from threed.prediction.analytic import cost
-from threed.prediction.contention import step
 from threed.prediction.hardware import Hardware
 
 QUIET = ["train.eval_every=0", "checkpoint.every=0"]
@@ -19,7 +15,7 @@ QUIET = ["train.eval_every=0", "checkpoint.every=0"]
 @pytest.mark.parametrize("hardware", ["h100-sxm", "a100-sxm,adapter_gbps=25"])  # computation, and traffic
 @pytest.mark.parametrize("name, layers, batch, most", [
     ("llama3-8b", 10, 64, 16), ("llama3-8b", 16, 256, 64), ("gpt2-small", 12, 64, 16)])
-def test_fast_against_full(name, layers, batch, most, hardware):
+def test_short_against_full(name, layers, batch, most, hardware):
     """The two agree within 2%."""
     base = threed.load(f"configs/{name}.yaml", [f"model.layers={layers}", f"train.global_batch_size={batch}",
                                                 *QUIET])
@@ -35,7 +31,6 @@ def test_a_last_turn_that_is_shorter(layout):
     """Where p does not divide the micro-batches, interleaved runs the last unit's last forwards before their
     backwards: they are computed again."""
     base = threed.load("configs/gpt2-small.yaml", ["train.global_batch_size=64", "model.layers=12"])
-    hardware, plan = Hardware.parse("h100-sxm"), make_plan(config_of(layout, base))
-    assert plan.table.num_microbatches % layout.pp
-    full_s = step(plan, cost(plan, hardware), hardware).total_s
-    assert Fast(base, hardware).priced(layout).estimate().step_s == pytest.approx(full_s, rel=0.005)
+    hardware, config = Hardware.parse("h100-sxm"), config_of(layout, base)
+    assert config.num_microbatches % layout.pp
+    assert short_s(config, hardware) == pytest.approx(full_s(config, hardware), rel=0.005)

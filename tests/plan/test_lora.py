@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from threed.base.errors import ConfigError, InputError
+from threed.base.errors import ConfigError
 from threed.config.load import load
-from threed.layout_search.request import ask
 from threed.models.layers.base import Part
 from threed.models.layers.block import Branch
 from threed.models.layers.mlp import Mlp
@@ -55,12 +54,6 @@ def test_a_parameter_that_cannot_be_frozen(monkeypatch):
     monkeypatch.setattr(Branch, "__init__", init)
     with pytest.raises(ConfigError, match=r"parameter own\.weight of family gpt .* cannot be frozen"):
         load(None, [*BASE, "model.lora_rank=2"])
-
-
-def test_search_refuses_it(tmp_path):
-    (tmp_path / "mine.yaml").write_text("model: {lora_rank: 4}\n")
-    with pytest.raises(InputError, match=r"model\.lora_rank=4: search knows no frozen weights"):
-        ask(tmp_path / "mine.yaml")
 
 
 @pytest.mark.parametrize("stage", range(4))

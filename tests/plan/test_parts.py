@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 
+from tests.layouts import full_s, short_s
 from threed.base.errors import ConfigError, PlanError
 from threed.base.quantity import ring
 from threed.config.load import load
 from threed.config.validate import warnings
 from threed.features.pipeline import parts
 from threed.features.pipeline.parts import cut, in_parts
-from threed.layout_search.estimator import Fast
 from threed.layout_search.layout import Layout, config_of
 from threed.planner import make_plan
 from threed.prediction.analytic import cost
@@ -243,18 +243,16 @@ def test_it_pays(hardware, least):
     Layout(4, 4, 4, "dp-pp-tp", offload_optimizer=True)], ids=lambda layout: layout.text())
 @pytest.mark.parametrize("way", ["auto", "on"])
 def test_search_agrees(layout, way):
-    """The fast evaluator against the full plan."""
+    """Short plans against the full plan."""
     layout = layout._replace(shard_size=layout.dp)
     base = load("configs/llama3-8b.yaml", ["model.layers=10", "train.global_batch_size=64",
                                            "train.eval_every=0", "checkpoint.every=0",
                                            "parallel.sequence_parallel=false",
                                            f"parallel.split_messages={way}"])
     hardware = Hardware.parse("a100-sxm,adapter_gbps=50")
-    plan = make_plan(config_of(layout, base))
-    assert plan.table.messages.group == "tp"
-    full_s = step(plan, cost(plan, hardware), hardware).total_s
-    fast = Fast(base, hardware).priced(layout)
-    assert fast.estimate().step_s == pytest.approx(full_s, rel=0.002)
+    config = config_of(layout, base)
+    assert make_plan(config).table.messages.group == "tp"
+    assert short_s(config, hardware) == pytest.approx(full_s(config, hardware), rel=0.002)
 
 
 def test_the_size_of_a_node(monkeypatch):

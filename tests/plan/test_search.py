@@ -1,4 +1,4 @@
-"""`threed search`: the fast evaluator, what stays fixed, what is refused, and the config that it writes."""
+"""`threed search`: short plans, what stays fixed, what is refused, and the config that it writes."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import pytest
 from typer.testing import CliRunner
 
 import threed
-from tests.layouts import compared
+from tests.layouts import compared, full_s, short_s
 from threed.base.errors import ConfigError, InputError
 from threed.cli.main import app
-from threed.layout_search.estimator import Fast
+from threed.layout_search.bounds import Bounds
 from threed.layout_search.layout import KEYS, Layout, changes, config_of
 from threed.layout_search.request import ask
 from threed.layout_search.search import Search, helps
+from threed.layout_search.short_plan import ShortPlans, few
 from threed.layout_search.space import NEEDLESS, NO_BATCH, NO_MEMORY, NO_SHAPE, SLOWER
-from threed.layout_search.stream import few
 from threed.layout_search.verb import show
 from threed.prediction.hardware import Hardware
 from threed.schedules.orders import SCHEDULES
@@ -32,7 +32,7 @@ def searched(devices: int, *overrides: str, memory: float = 80e9, rounding: bool
 
 
 @pytest.mark.parametrize("name, layers", [("llama3-8b", 8), ("gpt2-small", 6)])  # untied, and tied
-def test_fast_against_full(name, layers):
+def test_short_against_full(name, layers):
     """Other times than the plan's: the search would rank other layouts than those that will run."""
     base = threed.load(f"configs/{name}.yaml", [f"model.layers={layers}", "train.global_batch_size=32",
                                                 *QUIET])
@@ -44,24 +44,32 @@ def test_fast_against_full(name, layers):
 
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("often", [False, True], ids=["once", "often"])
-def test_many_microbatches(name, often, monkeypatch):
-    """What is played of few micro-batches stands for many."""
+def test_many_microbatches(name, often):
+    """Short plans stand for many micro-batches."""
     base = threed.load("configs/llama3-8b.yaml", ["model.layers=10", "train.global_batch_size=46", *QUIET])
     layout = Layout(4, 3, 2, schedule=name, virtual_stages=SCHEDULES[name].virtual or 2, shard_size=2,
                     stage=2 if often else 1, reduce_every=1 if often else None, policy="full")
-    quick = Fast(base, H100).priced(layout).estimate().step_s
-    for module in ("steady_state", "stream"):
-        monkeypatch.setattr(f"threed.layout_search.{module}.few", lambda name, p, m: m)
     assert few(name, 3, 23) < 23
-    assert quick == pytest.approx(Fast(base, H100).priced(layout).estimate().step_s, rel=0.01)
+    config = config_of(layout, base)
+    assert short_s(config, H100) == pytest.approx(full_s(config, H100), rel=0.01)
+
+
+def test_traffic_that_more_microbatches_hide():
+    """Where few micro-batches leave traffic that many would hide, longer plans are made."""
+    base = threed.load("configs/llama3-8b.yaml", ["model.layers=8", "train.global_batch_size=256", *QUIET])
+    slow = Hardware.parse("a100-sxm,adapter_gbps=25")
+    layout = Layout(4, 2, 2, "dp-pp-tp", "breadth-first", 2, 2, True, 0, 2, reduce_dtype="bf16")
+    config = config_of(layout, base)
+    assert short_s(config, slow) == pytest.approx(full_s(config, slow), rel=0.02)
 
 
 def test_bound():
     """A bound above a step would drop the best."""
     base = threed.load("configs/llama3-8b.yaml", ["model.layers=8", "train.global_batch_size=32", *QUIET])
-    fast = Fast(base, H100)
+    bounds = Bounds(base, H100)
     for row in compared(base, H100, 7, 8, 8):
-        assert fast.bound_s(row.layout) <= row.full_s and fast.priced(row.layout).free_s <= row.full_s * 1.001
+        pace = ShortPlans(config_of(row.layout, base), H100).pace()
+        assert bounds.step_s(row.layout) <= row.full_s and pace.step_s <= row.full_s * 1.001
 
 
 # ---------------------------------------------------------------- what stays fixed
@@ -110,23 +118,21 @@ def test_every_layout_is_counted():
     _, result = searched(4, "model.layers=4")
     assert result.considered == len(result.found) + result.dropped.total() > 5000
     assert result.dropped[NEEDLESS] and result.dropped[SLOWER] and result.dropped[NO_BATCH]
-    steps = [found.estimate.step_s for found in result.found]
+    steps = [found.step_s for found in result.found]
     assert all(then > step * 0.999 for step, then in zip(steps, steps[1:]))
 
 
 def test_nothing_better_is_dropped():
     """The best of a small space is what all of its layouts, timed one by one, say."""
     asked, result = searched(4, "parallel.tp=1", "zero.stage=1", "train.global_batch_size=16")
-    search = Search(asked.base, H100, int(80e9))
-    search.result.found.clear()
-    best = result.found[0].estimate.step_s
+    best = result.found[0].step_s
     for pp in (1, 2, 4):
         for size in (1, 2, 4):
             for name in ("1f1b", "zb-v", "zb-h2", "gpipe"):
                 layout = Layout(1, pp, 4 // pp, schedule=name if pp > 1 else "1f1b", micro_batch_size=size,
                                 virtual_stages=SCHEDULES[name].virtual if pp > 1 else 1,  # type: ignore
                                 shard_size=4 // pp)
-                assert search.fast.priced(layout).estimate().step_s >= best * 0.999, layout
+                assert short_s(asked.config(layout), H100) >= best * 0.999, layout
 
 
 def test_less_memory():
@@ -135,7 +141,7 @@ def test_less_memory():
              "parallel.axis_order=pp-dp-tp")
     roomy, tight = (searched(8, *large, memory=size)[1] for size in (80e9, 8e9))
     assert tight.found and tight.dropped[NO_MEMORY] > roomy.dropped[NO_MEMORY]
-    assert tight.found[0].estimate.step_s >= roomy.found[0].estimate.step_s
+    assert tight.found[0].step_s >= roomy.found[0].step_s
     assert max(found.bytes for found in tight.found) <= 8e9
     none = searched(8, *large, memory=2.8e9)[1]
     assert not none.found and none.nearest is not None and none.nearest[0] > 2.8e9
@@ -148,14 +154,14 @@ def test_tiles():
              "train.micro_batch_size=1", "offload.optimizer=none", "zero.reduce_every=1",
              "activation.policy=full", "zero.residency=1")
     base = ask(TOY, ["run.device=auto", *large]).base
-    fast = Fast(base, H100)
+    bounds = Bounds(base, H100)
     layout = Layout(dp=8, shard_size=8, stage=3, residency=1, reduce_every=1, policy="full")
-    few, many = fast.units().tiles(1)
-    assert fast.units().largest(1) == 12 * 4096**2 + 13 * 4096 and (few, many) == ("128MiB", "32MiB")
-    whole, few_bytes, many_bytes = (fast.priced(layout._replace(tile_linears=tiles)).bytes()
-                                    for tiles in (None, few, many))
+    some, many = bounds.units().tiles(1)
+    assert bounds.units().largest(1) == 12 * 4096**2 + 13 * 4096 and (some, many) == ("128MiB", "32MiB")
+    whole, few_bytes, many_bytes = (bounds.bytes(layout._replace(tile_linears=tiles))
+                                    for tiles in (None, some, many))
     assert many_bytes < few_bytes < 0.7 * whole
-    for memory, wanted in ((1.1 * whole, {None}), (0.99 * whole, {few}), (0.99 * few_bytes, {many})):
+    for memory, wanted in ((1.1 * whole, {None}), (0.99 * whole, {some}), (0.99 * few_bytes, {many})):
         asked, result = searched(8, *large, memory=memory)
         assert {found.layout.tile_linears for found in result.found} == wanted, memory
         best = asked.config(result.found[0].layout)
@@ -174,7 +180,7 @@ def test_rounding():
     assert asked.values_of(best["fp32"].layout).get("precision.reduce_dtype", "fp32") == "fp32"
     assert "gradients sent in bf16" in best["bf16"].layout.text()
     same = best["fp32"].layout._replace(reduce_dtype="bf16")
-    assert Fast(asked.base, H100).priced(same).estimate().step_s < best["fp32"].estimate.step_s
+    assert short_s(asked.config(same), H100) < best["fp32"].step_s
     asked, result = searched(4, *bf16)
     assert {asked.config(found.layout).precision.reduce_dtype for found in result.found} == {"fp32"}
     asked, result = searched(4, *bf16, "precision.reduce_dtype=bf16")
@@ -191,6 +197,52 @@ def test_what_would_help():
     assert helps(base, slow, Search(base, slow, int(80e9)).run(16, {"dp": 16}).found[0])[
         "precision.reduce_dtype=bf16 (rounds)"] > 0.1
     assert gains["memory for no recomputation"] > 0.15 and all(0 < gain < 1 for gain in gains.values())
+
+
+# ---------------------------------------------------------------- what only some layouts use
+
+
+@pytest.mark.parametrize("keys", [
+    ["model.lora_rank=4"],
+    ["zero.persist_below=3000"],
+    ["activation.budget=40MiB"],
+    ["activation.partition=true"],
+    ["activation.contiguous=true"],
+    ["offload.ratio=0.5"],
+    ["offload.parameters=cpu"],
+    ["offload.delayed_update=true", "offload.warmup=2"],
+    ["offload.optimizer=nvme", "offload.nvme_path=disk"],
+    ["parallel.activation_limit=64MiB"],
+    ["parallel.stage_units=[4,2]", "parallel.pp=2", "parallel.schedule=1f1b"],
+    ["parallel.schedule=v-half", "activation.offload=cpu", "activation.partition=true"]],
+                         ids=lambda keys: keys[0])
+def test_other_keys(keys):
+    """Each is in the layouts that are searched, whose times are those of the full plan."""
+    small = ("model.layers=4", "train.global_batch_size=32", "train.micro_batch_size=1")
+    asked, result = searched(4, *small, *keys)
+    assert result.found
+    wanted = dict(text.split("=", 1) for text in keys)
+    for found in result.found[:5]:
+        config = asked.config(found.layout)
+        assert not threed.config.load.validate(config), found.layout
+        written = asked.values_of(found.layout)
+        for key, value in wanted.items():
+            section, name = key.split(".")
+            assert str(config.to_dict()[section][name]).lower().replace(" ", "") == value.lower(), key
+            assert key in written, key
+        config.train.eval_every = config.checkpoint.every = 0
+        assert found.step_s == pytest.approx(full_s(config, H100), rel=0.02), found.layout
+
+
+def test_own_layers():
+    """Of a user: their sizes are measured as for a plan."""
+    asked = ask("examples/vit.yaml")
+    result = Search(asked.base, H100, int(80e9)).run(4, asked.fixed)
+    assert {found.layout.pp for found in result.found} > {1}
+    for found in result.found[:5]:
+        config = asked.config(found.layout)
+        config.train.eval_every = config.checkpoint.every = 0
+        assert found.step_s == pytest.approx(full_s(config, H100), rel=0.02), found.layout
 
 
 # ---------------------------------------------------------------- the verb
@@ -224,9 +276,10 @@ def test_command(tmp_path):
 
 @pytest.mark.parametrize("arguments, message", [
     (["--devices", "4", "parallel.schedule=auto"], "named schedules"),
-    (["--devices", "4", "activation.policy=budget"], "what must be recomputed"),
-    (["--devices", "4", "offload.optimizer=nvme"], "none and cpu"),
-    (["--devices", "4", "zero.persist_below=100"], "leave it out"),
+    (["--devices", "4", "activation.policy=budget"], "needs activation.budget"),
+    (["--devices", "4", "offload.optimizer=nvme"], "needs offload.nvme_path"),
+    (["--devices", "4", "zero.persist_below=100", "zero.stage=2"], "has no effect with zero.stage=2"),
+    (["--devices", "4", "parallel.costs=runs/toy"], "of its own layout"),
     (["--devices", "4", "parallel.tp=3"], "model.heads=8 is not divisible by parallel.tp=3"),
     (["--devices", "6", "parallel.tp=4"], "no layout of 6 devices"),
     (["--devices", "4", "train.micro_batch_size=3"], "does not divide the global batch"),

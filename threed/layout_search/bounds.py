@@ -82,7 +82,18 @@ class Bounds:
         forward of those before it, computes all of its micro-batches, and they do its last backward. (Halves
         of backwards for weights' gradients may run meanwhile. The unit of the loss, which may not be computed
         again, counts once.)"""
-        m, p, v = self.microbatches(layout), layout.pp, layout.virtual_stages
+        m = self.microbatches(layout)
+        most, busy, before, weights = self._busy(layout)
+        return max(m * most, m * (busy - weights) + before)
+
+    def microbatch_s(self, layout: Layout) -> float:
+        """No micro-batch of a steady state takes less: what the busiest position computes."""
+        return self._busy(layout)[0]
+
+    def _busy(self, layout: Layout) -> tuple[float, float, float, float]:
+        """Seconds of a micro-batch: of the busiest position, of the last one, of a forward and a last backward
+        before that; and of the last one's halves for weights' gradients."""
+        p, v = layout.pp, layout.virtual_stages
         key = self.cut(layout), layout.schedule, p, v
         if key not in self._bounds:
             model, place = self.units(layout.tile_linears, layout.tp), place_of(layout.schedule, p, v)
@@ -99,8 +110,7 @@ class Bounds:
                 last += weight * halves * (place[stage] == p - 1)
                 before += (forward + (backward - weight * halves)) * (stage < p - 1)
             self._bounds[key] = max(busy), busy[-1], before, last
-        most, busy, before, weights = self._bounds[key]
-        return max(m * most, m * (busy - weights) + before)
+        return self._bounds[key]
 
     # ---------------------------------------------------------------- memory
 

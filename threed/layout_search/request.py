@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,30 +11,40 @@ import yaml
 from threed.base.errors import InputError
 from threed.config.choices import get
 from threed.config.load import given, of_values, uncombined
+from threed.config.validate import validate
 from threed.layout_search.layout import KEYS, Layout, changes, config_of
-from threed.models.families.registry import family_of
 from threed.schema import Config
 
 _LAYOUT = frozenset(KEYS.values())
 _REDUCED = KEYS["reduce_dtype"]
-# What else a config says about memory and layout. It is of another layout: a search leaves it out.
-_OTHER = ("zero.persist_below", "activation.budget", "activation.partition", "activation.contiguous",
-          "offload.ratio", "offload.parameters", "offload.nvme_path", "offload.delayed_update",
-          "offload.warmup", "parallel.activation_limit", "parallel.stage_units", "parallel.costs")
+# What else a config says about memory and layout -> the layouts that use it. In a file it is of another
+# layout: a search leaves it out. On the command line it stays, and only such layouts are searched.
+_USED_BY: dict[str, dict[str, Any]] = {
+    "zero.persist_below": {"zero.stage": 3},
+    "activation.budget": {"activation.policy": "budget"},
+    "activation.partition": {"activation.policy": "full"},
+    "activation.contiguous": {"activation.policy": "full"},
+    "offload.ratio": {"offload.optimizer": "cpu"},
+    "offload.delayed_update": {"offload.optimizer": "cpu"},
+    "offload.warmup": {"offload.optimizer": "cpu"},
+    "offload.parameters": {"offload.optimizer": "cpu", "zero.stage": 3},
+    "offload.nvme_path": {"offload.optimizer": "nvme"},
+    "parallel.activation_limit": {}, "parallel.stage_units": {}}
 _WHERE_USED = ("zero.prefetch", "activation.pieces")  # which only some layouts use
-# Values that the fast evaluator does not know, by their beginnings; and why
-_UNKNOWN = {
+# What is of one layout alone, by the beginning of its value; and why
+_OF_ONE = {
     "parallel.schedule": (("auto", "file:"), "search compares named schedules; try this one on the mesh that "
                                              "it finds"),
-    "activation.policy": (("budget",), "search finds out what must be recomputed"),
-    "offload.optimizer": (("nvme",), "search knows none and cpu"),
+    "parallel.costs": (("",), "costs that a run has measured are of its own layout"),
 }
 
 
 class Question(NamedTuple):
-    """`values`: dotted keys of the config, without its layout. `fixed`: field of a layout -> its value."""
+    """`base`: the config without its layout, with keys that some layouts use. `values`: dotted keys of
+    `plain`, which is without these. `fixed`: field of a layout -> its value."""
 
     base: Config
+    plain: Config
     values: dict[str, Any]
     fixed: dict[str, Any]
 
@@ -42,7 +53,7 @@ class Question(NamedTuple):
 
     def values_of(self, layout: Layout) -> dict[str, Any]:
         """The keys of a file that has this layout."""
-        return {**self.values, **changes(self.config(layout), self.base)}
+        return {**self.values, **changes(self.config(layout), self.plain)}
 
 
 def ask(path: str | Path, overrides: list[str] | None = None, rounding: bool = False) -> Question:
@@ -55,29 +66,42 @@ def ask(path: str | Path, overrides: list[str] | None = None, rounding: bool = F
         raise InputError(f"{_REDUCED}={others[_REDUCED]} and --rounding exclude each other: one says in "
                          "which precision gradients are sent, the other tries both; leave one out")
     for key, value in others.items():
-        if key in _OTHER:
-            raise InputError(f"{key}={value}: search decides what is kept, and where, by other keys; leave "
-                             "it out, and set it in the config that --write writes")
-        if key in _UNKNOWN and str(value).startswith(_UNKNOWN[key][0]):
-            raise InputError(f"{key}={value}: {_UNKNOWN[key][1]}; leave it out")
-    fixed = {key: value for key, value in others.items() if key in layout}
+        if key in _OF_ONE and value is not None and str(value).startswith(_OF_ONE[key][0]):
+            raise InputError(f"{key}={value}: {_OF_ONE[key][1]}; leave it out")
+    kept = {key: value for key, value in others.items() if key in _USED_BY}
+    implied = _implied(kept, others)
+    fixed = {**implied, **{key: value for key, value in others.items() if key in layout}}
     values = {key: value for key, value in {**file, **others}.items()
-              if key not in layout and key not in _OTHER}
+              if key not in layout and key not in _USED_BY and key not in _OF_ONE}
     used = {key: values.pop(key) for key in _WHERE_USED if key in values}
     where = str(path)
-    if family_of(str(values.get("model.family", "gpt"))).samples is not None:
-        raise InputError(f"model.family={values['model.family']}: search does not know layers of your own; "
-                         "compare layouts by threed.predict")
-    typed = uncombined({**values, **used, **fixed}, where)
-    base = of_values({**values, "parallel.dp": 1}, where)
-    if base.model.lora_rank is not None:
-        raise InputError(f"model.lora_rank={base.model.lora_rank}: search knows no frozen weights; search "
-                         "without it, and see what threed check and predict say of that layout with it")
-    base.zero.prefetch, base.activation.pieces = typed.zero.prefetch, typed.activation.pieces
+    typed = uncombined({**values, **used, **kept, **fixed}, where)
+    plain = of_values({**values, "parallel.dp": 1}, where)
+    base, fields = copy.deepcopy(plain), _fields(typed, fixed)
+    for key in (*_WHERE_USED, *kept, KEYS["offload_optimizer"]):
+        section, name = key.split(".")
+        setattr(getattr(base, section), name, get(typed, key))
+    some = {name: fields[name] for name in ("stage", "policy", "offload_optimizer") if name in fields}
+    for problem in validate(config_of(Layout(**some), base)):
+        if any(key in problem for key, needed in _USED_BY.items() if needed):
+            raise InputError(problem)
     if rounding and base.precision.dtype == "fp32":
         raise InputError("--rounding: with precision.dtype=fp32 gradients are sent in fp32; set it to bf16, "
                          "or leave --rounding out")
-    return Question(base, values, _fields(typed, fixed))
+    return Question(base, plain, values, fields)
+
+
+def _implied(kept: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
+    """The keys of layouts that use all of `kept`. Raises InputError where an override rules them out."""
+    implied: dict[str, Any] = {}
+    for key, value in kept.items():
+        for other, needed in _USED_BY[key].items():
+            given = others.get(other, implied.get(other, needed))
+            if given != needed and not (given in ("budget", "nvme") and needed in ("full", "cpu")):
+                raise InputError(f"{key}={value} has no effect with {other}={given}, which search keeps: "
+                                 f"leave one of them out, or set {other}={needed}")
+            implied[other] = given
+    return implied
 
 
 def _fields(typed: Config, fixed: dict[str, Any]) -> dict[str, Any]:
@@ -85,7 +109,7 @@ def _fields(typed: Config, fixed: dict[str, Any]) -> dict[str, Any]:
     fields = {name: get(typed, key) for name, key in KEYS.items() if key in fixed}
     for name in ("offload_activations", "offload_optimizer"):
         if name in fields:
-            fields[name] = fields[name] == "cpu"
+            fields[name] = fields[name] != "none"
     if fixed.get(KEYS["dp"]) == "auto":
         del fields["dp"]
     # null: what the schedule or the ZeRO stage has; of tiles, that there are none

@@ -3,12 +3,13 @@ best by the full plan.
 
     shapes, by a lower bound -> variants that fit -> step time -> best ideas -> full plan -> ranked
 
-What cannot be among the best is not timed: what is slower, at best, than so many ideas, or than another layout
-of its idea.
+What cannot be among the best is not timed: what is slower, at best, than so many ideas, or than another
+layout of its idea.
 """
 
 from __future__ import annotations
 
+import gc
 import heapq
 import time
 from collections import Counter
@@ -77,8 +78,13 @@ class Search:
     def run(self, devices: int, fixed: Mapping[str, Any],
             progress: Progress = lambda _: None) -> SearchResult:
         """`fixed`: field of a layout -> its only value."""
-        with remembering():
-            return self._run(Space(self.bounds, devices, fixed, self.memory, self.rounding), progress)
+        often = gc.get_threshold()
+        gc.set_threshold(100_000, *often[1:])  # plans are many objects, none of which is garbage for long
+        try:
+            with remembering():
+                return self._run(Space(self.bounds, devices, fixed, self.memory, self.rounding), progress)
+        finally:
+            gc.set_threshold(*often)
 
     def _run(self, space: Space, progress: Progress) -> SearchResult:
         begin = told = time.monotonic()
@@ -158,6 +164,8 @@ class Search:
             return SLOWER
         short = ShortPlans(config_of(layout, self.base), self.hardware)
         if tiles not in paces:
+            if short.least_s(self.bounds.microbatch_s(layout)) > limit:
+                return SLOWER
             paces[tiles] = short.pace()
             if paces[tiles].step_s > limit:
                 return SLOWER

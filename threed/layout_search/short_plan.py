@@ -1,15 +1,15 @@
-"""Short plans: a layout's step, timed by real plans of few micro-batches, in which units that are alike are one.
+"""Short plans: a layout's step, timed by real plans of few micro-batches in which alike units are one.
 
-    all micro-batches  =  a short plan  +  the periods that it leaves out x (a longer one - it) / 2
+    all micro-batches  =  those of a short plan  +  what one more takes x those that are left out
 
 The plans are made by the planner's own passes, and priced and walked as by `threed predict`.
 
-* Micro-batches: a schedule is periodic. After it is filled, p more micro-batches take as long as the p before;
-  or 2p, where positions wait for messages in turn. A short plan has a steady state, and as many micro-batches
-  modulo p as the real one.
+* Micro-batches: a schedule is periodic. After it is filled, p more micro-batches take as long as the p
+  before; or 2p, where positions wait for messages in turn. A short plan has a steady state, and as many
+  micro-batches modulo p as the real one.
 * Units: compute units of a stage that are alike, and their parameter units, become one that costs as much as
-  all of them. The first and the last of them stay alone: what the step's start and end wait for is as large as
-  in the real plan.
+  all of them. The first and the last of them stay alone: what the step's start and end wait for is as large
+  as in the real plan.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ def _kind(table: Table, index: int) -> object:
     held = [table.parameters[p] for p in unit.parameters]
     if unit.makes or unit.reads or unit.loss or index == 0 or any(len(each.positions) > 1 for each in held):
         return index
-    return (unit.stage, unit.kernels, unit.saved_bytes, unit.operand_bytes, repr(unit.traffic), unit.recompute,
-            unit.adds, unit.output, unit.again,
+    return (unit.stage, unit.kernels, unit.saved_bytes, unit.operand_bytes, repr(unit.traffic),
+            unit.recompute, unit.adds, unit.output, unit.again,
             tuple(replace(each, name="", padding=0) for each in held))
 
 
@@ -93,13 +93,14 @@ def _all_of(table: Table, same: Sequence[int]) -> ParameterUnit:
         step._replace(numel=count * step.numel) for step in first.reductions)) if count > 1 else first
 
 
-def _sum_of(table: Table, chunk: Sequence[int], number: dict[int, int], unit_of: dict[int, int]) -> ComputeUnit:
+def _sum_of(table: Table, chunk: Sequence[int], number: dict[int, int],
+            unit_of: dict[int, int]) -> ComputeUnit:
     first, count = table.units[chunk[0]], len(chunk)
     traffic = {phase: {axis: count * size for axis, size in sent.items()}
                for phase, sent in first.traffic.items()}
-    return replace(first, parameters=tuple(number[p] for p in first.parameters), kernels=count * first.kernels,
-                   again=count * first.again, saved_bytes=count * first.saved_bytes, traffic=traffic,
-                   operand_bytes=count * first.operand_bytes,
+    return replace(first, parameters=tuple(number[p] for p in first.parameters), traffic=traffic,
+                   kernels=count * first.kernels, again=count * first.again,
+                   saved_bytes=count * first.saved_bytes, operand_bytes=count * first.operand_bytes,
                    reads=tuple(read._replace(unit=unit_of[read.unit]) for read in first.reads))
 
 
@@ -130,22 +131,31 @@ class ShortPlans:
         if hardware.waits and config.model.fused == "auto":  # as prices have it on a CPU
             config = replace(config, model=replace(config.model, fused="off"))
         self.config, self.p, self.m = config, config.parallel.pp, config.num_microbatches
-        self._few = few(config.parallel.schedule, self.p, self.m)
+        # A limit of what is kept is about all micro-batches.
+        limited = config.activation.policy == "budget" or config.parallel.activation_limit is not None
+        self._few = self.m if limited else few(config.parallel.schedule, self.p, self.m)
         self._plans: dict[int, Plan] = {}
+        self._free: dict[int, float] = {}  # seconds of plans with free traffic and updates
 
     def _plan(self, microbatches: int) -> Plan:
         if microbatches not in self._plans:
             self._plans[microbatches] = short_plan(self.config, microbatches)
         return self._plans[microbatches]
 
-    def pace(self) -> Pace:
-        def free(plan: Plan) -> float:
-            return self._timed(plan, self.hardware, _FREE)
+    def _free_s(self, microbatches: int) -> float:
+        if microbatches not in self._free:
+            self._free[microbatches] = self._timed(self._plan(microbatches), self.hardware, _FREE)
+        return self._free[microbatches]
 
-        less = free(self._plan(self._few))
+    def least_s(self, microbatch_s: float) -> float:
+        """No step is shorter, where no more micro-batch takes less than `microbatch_s`. It takes one plan."""
+        return self._free_s(self._few) + (self.m - self._few) * microbatch_s
+
+    def pace(self) -> Pace:
+        less = self._free_s(self._few)
         if self._few == self.m:
             return Pace(less, 0.0)
-        more_s = (free(self._plan(self._few + 2 * self.p)) - less) / (2 * self.p)
+        more_s = (self._free_s(self._few + 2 * self.p) - less) / (2 * self.p)
         return Pace(less + (self.m - self._few) * more_s, more_s)
 
     def step_s(self, pace: Pace) -> float:

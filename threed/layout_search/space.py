@@ -87,7 +87,9 @@ class Space:
         for tp in self._choices("tp", _divisors(self.devices)):
             for cut in self._choices("sequence_parallel", (False, True) if tp > 1 else (False,)):
                 alone = Layout(tp, sequence_parallel=cut, tile_linears=self.fixed.get("tile_linears"))
-                if problems := validate(config_of(alone, self.base)):
+                config = config_of(alone, self.base)
+                config.parallel.stage_units = None  # of another number of stages
+                if problems := validate(config):
                     self._drop(NO_TILES if "tile_linears" in problems[0] else NO_SHAPE, problems[0])
                     continue
                 for pp in self._choices("pp", _divisors(self.devices // tp)):
@@ -140,7 +142,8 @@ class Space:
 
     def variants(self, shape: Layout, rank: int) -> list[Variant]:
         """Those of a row of `recomputes`; the ones that do least for memory first."""
-        return [Variant(shape._replace(**dict(zip(_CHANGED, row.values, strict=True))), row.family, row.efforts)
+        return [Variant(shape._replace(**dict(zip(_CHANGED, row.values, strict=True))), row.family,
+                        row.efforts)
                 for row in self._changes(shape, rank)]
 
     def _changes(self, shape: Layout, rank: int) -> list[_Change]:

@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from threed.base.mesh import GROUPS
+from threed.base.mesh import GROUPS, axes_of
+from threed.base.remember import remembered
 from threed.planner.facts import make_mesh, make_table
 from threed.prediction.hardware import GroupPlace, Hardware, places
 from threed.prediction.prices import Prices, Travel
@@ -64,6 +65,12 @@ def cost(plan: Plan, hardware: Hardware, measured: Costs | None = None) -> Cost:
     return seconds
 
 
+@remembered(lambda *about: about)
+def _known_prices(*_: object) -> dict[tuple, float]:
+    """Prices of compute units on a machine, by op and unit: plans of one model share them."""
+    return {}
+
+
 class _Compute:
     """Seconds of what a device computes, with the collectives of tensor parallelism."""
 
@@ -73,7 +80,8 @@ class _Compute:
         self.sequence_parallel = plan.config is not None and plan.config.parallel.sequence_parallel
         self.prices = Prices(hardware, plan.table.elements.param)
         self.travel, self.places = Travel(hardware), _places(plan, hardware)
-        self._known: dict[tuple, float] = {}
+        self._known = _known_prices(hardware, plan.table.elements.param, self.sequence_parallel, tuple(
+            (axis, *vars(self.places[axis]).values()) for axis in axes_of("parameters")))
 
     def seconds(self, op: Op, index: int) -> float:
         unit = self.units[index]

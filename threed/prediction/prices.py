@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from functools import lru_cache
 
 from threed.prediction.hardware import GroupPlace, Hardware
 from threed.spec.kernels import AttentionKernel, Kernel, Product
@@ -109,6 +110,7 @@ class Prices:
         return max(computed, times * rows * self.element / self._memory) + hardware.kernel_us * 1e-6
 
 
+@lru_cache(1 << 14)
 def _tiled(m: int, n: int, count: int, hardware: Hardware) -> float:
     """Numbers of a product that are computed, with those of tiles and waves that are not full. Tiles become
     smaller where there are too few of them; smaller ones reuse less, which `efficiency` does not say."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator
+from itertools import chain
 from typing import NamedTuple
 
 from threed.base.quantity import ALIGNMENT, round_up
@@ -99,7 +100,10 @@ def _buffers(plan: Plan, position: int) -> Buffers:
 
 def _pooled(links: Links, table: Table) -> Iterator[Effects]:
     """What the instructions of a program do to slots that are in pools."""
-    parts = {form: form.effect.parts(lambda slot: pool_of(slot, table) is not None)[0]
+    def pooled(slot: Slot) -> bool:
+        return pool_of(slot, table) is not None
+
+    parts = {form: form.effect.parts(pooled)[0] if any(map(pooled, chain(*form.effect.slots))) else None
              for form in dict.fromkeys(links.forms)}
     for item, form in zip(links.program, links.forms, strict=True) if any(parts.values()) else ():
         if (part := parts[form]) is not None:

@@ -35,15 +35,17 @@ class Effects(NamedTuple):
         """Effects of a form -> of its instruction for a micro-batch."""
         if microbatch <= 0:
             return self
-        changed = (tuple(slot._replace(microbatch=microbatch) if slot.microbatch >= 0 else slot
-                         for slot in slots) for slots in self.slots)
-        return self._replace(**dict(zip(self._fields[1:6], changed, strict=True)))
+        changed = (tuple([slot._replace(microbatch=microbatch) if slot.microbatch >= 0 else slot
+                          for slot in slots]) if slots else slots for slots in self.slots)
+        return Effects(self.lane, *changed, self.groups)
 
     def parts(self, first: Callable[[Slot], bool]) -> tuple[Effects | None, Effects | None]:
         """The same with some of the slots, and with the others; None without any."""
-        ones, others = ([tuple(slot for slot in slots if first(slot) is wanted) for slots in self.slots]
-                        for wanted in (True, False))
-        return tuple(self._replace(**dict(zip(self._fields[1:6], slots, strict=True))) if any(slots) else None
+        ones = [tuple([slot for slot in slots if first(slot)]) if slots else slots for slots in self.slots]
+        others = [slots if not some else () if len(some) == len(slots) else
+                  tuple([slot for slot in slots if slot not in some])
+                  for slots, some in zip(self.slots, ones, strict=True)]
+        return tuple(Effects(self.lane, *slots, self.groups) if any(slots) else None
                      for slots in (ones, others))  # pyright: ignore[reportReturnType]
 
     @property

@@ -1,8 +1,8 @@
 """What `threed search` is worth: its short plans beside the full plan over random layouts, and two whole
 searches with their seconds.
 
-    python -m bench.search --layouts 300 --searches --markdown bench/results/search.md     # 15 minutes
-    python -m bench.search --layouts 60                                                    # a minute
+    python -m bench.foresight.search --layouts 300 --searches --markdown bench/results/search.md  # 15 minutes
+    python -m bench.foresight.search --layouts 60                                                 # a minute
 
 Layouts are drawn as in tests/layouts.py, over three models and two machines: one whose links are fast, and
 one on which traffic decides. A step's time is compared with that of `threed predict`, memory with what
@@ -99,7 +99,7 @@ def main() -> None:
             say(text)
     if given.markdown:
         given.markdown.write_text(
-            f"# threed search\n\n`python -m bench.search {' '.join(sys.argv[1:])}` on one core "
+            f"# threed search\n\n`python -m bench.foresight.search {' '.join(sys.argv[1:])}` on one core "
             f"({machine_name()}); see [bench/README.md](../README.md).\n\n" + "\n".join(lines) + "\n")
 
 

@@ -91,8 +91,8 @@ class Bounds:
         return self._busy(layout)[0]
 
     def _busy(self, layout: Layout) -> tuple[float, float, float, float]:
-        """Seconds of a micro-batch: of the busiest position, of the last one, of a forward and a last backward
-        before that; and of the last one's halves for weights' gradients."""
+        """Seconds of a micro-batch: of the busiest position; of the last one; of a forward and a last
+        backward before that; and of the last one's halves for weights' gradients."""
         p, v = layout.pp, layout.virtual_stages
         key = self.cut(layout), layout.schedule, p, v
         if key not in self._bounds:
@@ -185,9 +185,10 @@ class Bounds:
             ahead = 1 if config.zero.prefetch is None else config.zero.prefetch
             split = model.split(layout.pp * layout.virtual_stages)
             assert split is not None, layout
-            window = {"stage": max(stop - first for first, stop in split), "step": len(model.same),
-                      None: 1}.get(layout.residency, layout.residency)  # pyright: ignore
-            self._known[key] = [_fixed_bytes(layout, config, parts, int(window) + ahead)
+            sizes = {"stage": max(stop - first for first, stop in split), "step": len(model.same)}
+            asked = layout.residency or 1
+            window = asked if isinstance(asked, int) else sizes[asked]
+            self._known[key] = [_fixed_bytes(layout, config, parts, window + ahead)
                                 for parts in self._held(layout)]
         return self._known[key]
 

@@ -21,7 +21,7 @@ from threed.base.errors import ThreedError
 from threed.base.remember import remembering
 from threed.layout_search.bounds import Bounds
 from threed.layout_search.layout import Layout, config_of
-from threed.layout_search.short_plan import Pace, ShortPlans
+from threed.layout_search.short_plan import FreeStep, ShortPlans
 from threed.layout_search.space import NEEDLESS, NO_HOST, NO_MEMORY, REFUSED, SLOWER, Space, Variant
 from threed.prediction.hardware import Hardware
 from threed.schema import Config
@@ -130,7 +130,7 @@ class Search:
     def _try_all(self, variants: list[Variant], fitting: list[Variant]) -> None:
         """Time the variants of a shape that compute the same, of those that fit. `fitting`: all of the shape
         that surely do."""
-        paces: dict[object, Pace] = {}
+        paces: dict[object, FreeStep] = {}
         for variant in variants:
             if variant.needless(fitting):
                 reason = NEEDLESS
@@ -156,7 +156,7 @@ class Search:
             fitting.append(variant)
         return None
 
-    def _time(self, layout: Layout, paces: dict[object, Pace]) -> str | None:
+    def _time(self, layout: Layout, paces: dict[object, FreeStep]) -> str | None:
         """Why a layout is dropped; None where it is timed. `paces`: of those that compute the same."""
         idea, tiles = layout.idea, layout.tile_linears
         limit = min(self._limit, _AS_FAST * self._enough.get(idea, float("inf")))

@@ -23,12 +23,11 @@ from typing import NamedTuple
 from threed.planner.auto import check_limit, make_pipeline, marked_table
 from threed.planner.passes import run_passes
 from threed.prediction.analytic import cost
-from threed.prediction.contention import step, timed
+from threed.prediction.contention import step
 from threed.prediction.hardware import Hardware
 from threed.program.instruction import COMPUTE, Op
-from threed.program.order import plan_links
 from threed.program.table import ComputeUnit, ParameterUnit, Plan, Table
-from threed.program.walk import Cost, seconds_of
+from threed.program.walk import Cost
 from threed.schedules.orders import SCHEDULES
 from threed.schema import Config
 
@@ -104,7 +103,7 @@ def _sum_of(table: Table, chunk: Sequence[int], number: dict[int, int],
                    reads=tuple(read._replace(unit=unit_of[read.unit]) for read in first.reads))
 
 
-class Pace(NamedTuple):
+class FreeStep(NamedTuple):
     """A step with free traffic over dp and free updates: no step of a layout that computes the same is
     shorter."""
 
@@ -151,14 +150,14 @@ class ShortPlans:
         """No step is shorter, where no more micro-batch takes less than `microbatch_s`. It takes one plan."""
         return self._free_s(self._few) + (self.m - self._few) * microbatch_s
 
-    def pace(self) -> Pace:
+    def pace(self) -> FreeStep:
         less = self._free_s(self._few)
         if self._few == self.m:
-            return Pace(less, 0.0)
+            return FreeStep(less, 0.0)
         more_s = (self._free_s(self._few + 2 * self.p) - less) / (2 * self.p)
-        return Pace(less + (self.m - self._few) * more_s, more_s)
+        return FreeStep(less + (self.m - self._few) * more_s, more_s)
 
-    def step_s(self, pace: Pace) -> float:
+    def step_s(self, pace: FreeStep) -> float:
         """Seconds of a step. `pace`: of a layout that computes the same.
 
         Where there is traffic in every micro-batch, two plans say what more of them take; elsewhere, the pace
@@ -187,8 +186,7 @@ class ShortPlans:
 
     def parts(self) -> StepParts:
         """What a step is made of."""
-        hardware = self.hardware
-        fast = replace(hardware, node_gbps=1e12, adapter_gbps=1e12, node_us=0.0, adapter_us=0.0)
+        fast = replace(self.hardware, node_gbps=1e12, adapter_gbps=1e12, node_us=0.0, adapter_us=0.0)
 
         def whole(value: Callable[[Plan], float]) -> float:
             less = value(self._plan(self._few))
@@ -197,21 +195,20 @@ class ShortPlans:
             more = value(self._plan(self._few + 2 * self.p))
             return less + (self.m - self._few) * (more - less) / (2 * self.p)
 
-        def busy(ops: Collection[Op], machine: Hardware, position: int) -> float:
-            return whole(lambda plan: _spent(plan, cost(plan, machine), ops, position))
+        def spent(ops: Collection[Op], machine: Hardware) -> list[float]:
+            return [whole(lambda plan, at=at: _spent(plan, cost(plan, machine), ops, at))
+                    for at in range(self.p)]
 
-        step_s = self.step_s(self.pace())
-        rows = [busy(COMPUTE, hardware, position) for position in range(self.p)]
+        def longer(ops: Collection[Op]) -> float:
+            return max(0.0, step_s - whole(lambda plan: self._timed(plan, self.hardware, ops)))
+
+        step_s = whole(lambda plan: self._timed(plan, self.hardware))
+        rows, steps = spent(COMPUTE, self.hardware), spent((Op.STEP,), self.hardware)
         most = max(range(self.p), key=rows.__getitem__)
-        steps = [0.0 if self.config.offload.optimizer != "none" else busy((Op.STEP,), hardware, position)
-                 for position in range(self.p)]
-        walked = whole(lambda plan: timed(plan, seconds_of(plan_links(plan, "train"), cost(plan, hardware)),
-                                          hardware).total_s)
-        return StepParts(
-            step_s, busy((Op.RECOMPUTE,), hardware, most), rows[most] - busy(COMPUTE, fast, most),
-            *(max(0.0, walked - whole(lambda plan, ops=ops: self._timed(plan, hardware, ops)))
-              for ops in ((Op.GATHER, Op.REDUCE), (Op.OFFLOAD, Op.FETCH))),
-            max(0.0, 1 - (sum(rows) + sum(steps)) / self.p / walked))
+        busy = sum(rows) + sum(steps) * (self.config.offload.optimizer == "none")
+        return StepParts(step_s, spent((Op.RECOMPUTE,), self.hardware)[most],
+                         rows[most] - spent(COMPUTE, fast)[most], longer((Op.GATHER, Op.REDUCE)),
+                         longer((Op.OFFLOAD, Op.FETCH)), max(0.0, 1 - busy / self.p / step_s))
 
     def _timed(self, plan: Plan, hardware: Hardware, free: Collection[Op] = ()) -> float:
         price = cost(plan, hardware)

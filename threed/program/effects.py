@@ -35,17 +35,16 @@ class Effects(NamedTuple):
         """Effects of a form -> of its instruction for a micro-batch."""
         if microbatch <= 0:
             return self
-        changed = (tuple([slot._replace(microbatch=microbatch) if slot.microbatch >= 0 else slot
-                          for slot in slots]) if slots else slots for slots in self.slots)
-        return Effects(self.lane, *changed, self.groups)
+        return Effects._make((self.lane, *(tuple([
+            slot._replace(microbatch=microbatch) if slot.microbatch >= 0 else slot for slot in slots])
+            for slots in self.slots), self.groups))
 
     def parts(self, first: Callable[[Slot], bool]) -> tuple[Effects | None, Effects | None]:
         """The same with some of the slots, and with the others; None without any."""
         ones = [tuple([slot for slot in slots if first(slot)]) if slots else slots for slots in self.slots]
-        others = [slots if not some else () if len(some) == len(slots) else
-                  tuple([slot for slot in slots if slot not in some])
+        others = [tuple([slot for slot in slots if slot not in some]) if some else slots
                   for slots, some in zip(self.slots, ones, strict=True)]
-        return tuple(Effects(self.lane, *slots, self.groups) if any(slots) else None
+        return tuple(Effects._make((self.lane, *slots, self.groups)) if any(slots) else None
                      for slots in (ones, others))  # pyright: ignore[reportReturnType]
 
     @property

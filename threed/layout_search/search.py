@@ -12,7 +12,8 @@ from __future__ import annotations
 import gc
 import heapq
 import time
-from collections import Counter
+from bisect import insort
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -30,6 +31,7 @@ Progress = Callable[[str], None]
 _NEAR = 1.02  # what is so much slower than the worst of the best is dropped
 _AS_FAST = 1.0005  # so near, the layout that holds less is better
 _SURE = 0.97  # what takes less of the memory fits by the full plan, too
+TRIES = 3  # layouts of an idea that may turn out not to fit
 _FAR = 1.3  # while there are few ideas: times the best step
 
 
@@ -71,8 +73,8 @@ class Search:
         self.rounding = rounding
         self.bounds = Bounds(base, hardware)
         self.result = SearchResult()
-        self._best: dict[object, float] = {}  # idea -> its shortest step
-        self._enough: dict[object, float] = {}  # idea -> the shortest of those that surely fit
+        self._sure: dict[object, float] = {}  # idea -> the shortest of those that surely fit
+        self._times: defaultdict[object, list[float]] = defaultdict(list)  # idea -> all, the shortest first
         self._limit = float("inf")
 
     def run(self, devices: int, fixed: Mapping[str, Any],
@@ -122,7 +124,7 @@ class Search:
                                                  every=space.fixed.get("every", 1)))
 
     def _words(self, done: int, total: int) -> str:
-        best = min(self._best.values(), default=None)
+        best = min((found.step_s for found in self.result.found), default=None)
         words = f", best step {best:.3g} s" if best is not None else ""
         return (f"{done} of {total} shapes, {self.result.considered} layouts, {len(self.result.found)} "
                 f"timed{words}")
@@ -159,7 +161,8 @@ class Search:
     def _time(self, layout: Layout, paces: dict[object, FreeStep]) -> str | None:
         """Why a layout is dropped; None where it is timed. `paces`: of those that compute the same."""
         idea, tiles = layout.idea, layout.tile_linears
-        limit = min(self._limit, _AS_FAST * self._enough.get(idea, float("inf")))
+        limit = min(self._limit, _AS_FAST * min([self._sure.get(idea, self._limit),
+                                                 *self._times[idea][TRIES - 1:TRIES]]))
         if self.bounds.step_s(layout) > limit or (tiles in paces and paces[tiles].step_s > limit):
             return SLOWER
         short = ShortPlans(config_of(layout, self.base), self.hardware)
@@ -172,11 +175,10 @@ class Search:
         step_s, size = short.step_s(paces[tiles]), self.bounds.bytes(layout)
         self.result.found.append(Found(layout, step_s, size))
         if size < _SURE * self.memory:
-            self._enough[idea] = min(step_s, self._enough.get(idea, step_s))
-        if step_s < self._best.get(idea, float("inf")):
-            self._best[idea] = step_s
-            best = heapq.nsmallest(self.keep, self._best.values())
-            self._limit = _NEAR * (best[-1] if len(best) == self.keep else _FAR * best[0])
+            self._sure[idea] = min(step_s, self._sure.get(idea, step_s))
+        insort(self._times[idea], step_s)
+        best = heapq.nsmallest(self.keep, (times[0] for times in self._times.values() if times))
+        self._limit = _NEAR * (best[-1] if len(best) == self.keep else _FAR * best[0])
         return None
 
 

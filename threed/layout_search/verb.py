@@ -13,14 +13,13 @@ from threed.base.quantity import many, parse_memory, show_bytes, show_count, sho
 from threed.base.texttable import wrapped
 from threed.config.load import checked
 from threed.layout_search.request import Question, ask, write
-from threed.layout_search.search import Found, Search, SearchResult, helps
+from threed.layout_search.search import TRIES, Found, Search, SearchResult, helps
 from threed.layout_search.short_plan import ShortPlans
 from threed.layout_search.space import NO_MEMORY
 from threed.models.model import model_flops
 from threed.prediction.hardware import DEFAULT, OF_CPUS, Hardware
 
 _PLANNED = 20  # ideas about which the full plan decides
-_TRIES = 3  # layouts of an idea that may turn out not to fit
 _BY_PLAN = "does not fit, or cannot run, by the full plan"
 Progress = Callable[[str], None]
 
@@ -74,7 +73,7 @@ def _planned(asked: Question, machine: Hardware, limit: int, result: SearchResul
     rows, transient, tries, done = [], Transient(), Counter[object](), set[object]()
     for found in result.found:
         idea = found.layout.idea
-        if idea in done or tries[idea] == _TRIES:
+        if idea in done or tries[idea] == TRIES:
             continue
         tries[idea] += 1
         config = asked.config(found.layout)

@@ -35,15 +35,14 @@ class Effects(NamedTuple):
         """Effects of a form -> of its instruction for a micro-batch."""
         if microbatch <= 0:
             return self
-        return Effects._make((self.lane, *(tuple([
-            slot._replace(microbatch=microbatch) if slot.microbatch >= 0 else slot for slot in slots])
-            for slots in self.slots), self.groups))
+        changed = (tuple([slot._replace(microbatch=microbatch) if slot.microbatch >= 0 else slot
+                          for slot in slots]) for slots in self.slots)
+        return Effects._make((self.lane, *changed, self.groups))
 
     def parts(self, first: Callable[[Slot], bool]) -> tuple[Effects | None, Effects | None]:
         """The same with some of the slots, and with the others; None without any."""
-        ones = [tuple([slot for slot in slots if first(slot)]) if slots else slots for slots in self.slots]
-        others = [tuple([slot for slot in slots if slot not in some]) if some else slots
-                  for slots, some in zip(self.slots, ones, strict=True)]
+        ones = [tuple([slot for slot in slots if first(slot)]) for slots in self.slots]
+        others = [tuple([slot for slot in slots if not first(slot)]) for slots in self.slots]
         return tuple(Effects._make((self.lane, *slots, self.groups)) if any(slots) else None
                      for slots in (ones, others))  # pyright: ignore[reportReturnType]
 

@@ -143,8 +143,8 @@ def test_less_memory():
     assert tight.found and tight.dropped[NO_MEMORY] > roomy.dropped[NO_MEMORY]
     assert tight.found[0].step_s >= roomy.found[0].step_s
     assert max(found.bytes for found in tight.found) <= 8e9
-    none = searched(8, *large, memory=2.8e9)[1]
-    assert not none.found and none.nearest is not None and none.nearest[0] > 2.8e9
+    none = searched(8, *large, memory=2.2e9)[1]
+    assert not none.found and none.nearest is not None and none.nearest[0] > 2.2e9
 
 
 def test_tiles():

@@ -29,7 +29,7 @@ from threed.program.instruction import COMPUTE, Op
 from threed.program.table import ComputeUnit, ParameterUnit, Plan, Table
 from threed.program.walk import Cost
 from threed.schedules.orders import SCHEDULES
-from threed.schema import Config
+from threed.schema import Config, OffloadConfig, ZeroConfig
 
 _STEADY = 0.99  # of the pace: a steady state is not faster
 
@@ -40,26 +40,27 @@ def few(name: str, p: int, m: int) -> int:
     return m if m <= fewest + p else fewest + (m - fewest) % p
 
 
-def short_plan(config: Config, microbatches: int) -> Plan:
-    """The unchecked plan of so many micro-batches of a config. InputError where it keeps more than the config
-    allows."""
+def short_plan(config: Config, microbatches: int, ends: bool = True) -> Plan:
+    """The unchecked plan of so many micro-batches of a config. `ends`: as in `merged`. InputError where it
+    keeps more than the config allows."""
     config = copy.deepcopy(config)
     train = config.train
     train.global_batch_size = microbatches * train.micro_batch_size * config.dp
     train.eval_every = train.sample_every = config.checkpoint.every = config.run.verify_every = 0
     pipeline = make_pipeline(config)
-    plan = run_passes(config, pipeline, merged(marked_table(config, pipeline)))
+    plan = run_passes(config, pipeline, merged(marked_table(config, pipeline), ends))
     check_limit(config, pipeline, plan)
     return plan
 
 
-def merged(table: Table) -> Table:
-    """A table with fewer units, which cost the same."""
+def merged(table: Table, ends: bool = True) -> Table:
+    """A table with fewer units, which cost the same. `ends`: whether the first and the last of a run of
+    units that are alike stay alone."""
     if table.activation.offload or table.activation.partition:
         return table  # what is kept moves unit by unit
     kinds = [_kind(table, index) for index in range(len(table.units))]
     runs = [[*run] for _, run in groupby(range(len(table.units)), key=kinds.__getitem__)]
-    units = [chunk for run in runs for chunk in _chunks(run)]
+    units = [chunk for run in runs for chunk in (_chunks(run) if ends else [run])]
     # Parameter units that become one have the number of the first of them; numbers keep their order.
     same = {rows[0]: rows for chunk in units
             for rows in zip(*(table.units[unit].parameters for unit in chunk), strict=True)}
@@ -142,8 +143,11 @@ class ShortPlans:
         return self._plans[microbatches]
 
     def _free_s(self, microbatches: int) -> float:
+        """Of a plan with free traffic and updates, in which nothing waits for single units."""
         if microbatches not in self._free:
-            self._free[microbatches] = self._timed(self._plan(microbatches), self.hardware, _FREE)
+            plain = replace(self.config, zero=ZeroConfig(0), offload=OffloadConfig())
+            plan = short_plan(plain, microbatches, ends=False)
+            self._free[microbatches] = self._timed(plan, self.hardware, _FREE)
         return self._free[microbatches]
 
     def least_s(self, microbatch_s: float) -> float:

@@ -39,7 +39,7 @@ class Compared(NamedTuple):
 def short_s(config: Config, hardware: Hardware) -> float:
     """A step by short plans."""
     short = ShortPlans(config, hardware)
-    return short.step_s(short.pace())
+    return short.step_s(short.free_step())
 
 
 def full_s(config: Config, hardware: Hardware) -> float:

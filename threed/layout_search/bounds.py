@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from threed.base.quantity import parse_bytes
 from threed.layout_search.layout import Layout, config_of
-from threed.layout_search.short_plan import few
+from threed.layout_search.short_plan import FORWARDS_FIRST, few
 from threed.layout_search.units import MicroBatchCut, UnitCost, Units
 from threed.planner.facts import make_mesh
 from threed.prediction.hardware import Hardware
@@ -274,9 +274,6 @@ class Live(NamedTuple):
     operands: tuple[int, ...]
 
 
-_KEEP_ALL = ("gpipe", "breadth-first")
-
-
 @lru_cache(512)
 def place_of(name: str, p: int, v: int) -> tuple[int, ...]:
     return SCHEDULES[name].place(p, v)
@@ -285,7 +282,7 @@ def place_of(name: str, p: int, v: int) -> tuple[int, ...]:
 @lru_cache(512)
 def held(name: str, p: int, m: int, v: int) -> tuple[tuple[Live, ...], ...]:
     """By position: what it keeps at the times of most memory, none of which is below another."""
-    if name in _KEEP_ALL:
+    if name in FORWARDS_FIRST:
         return tuple((Live((m,) * v, (0,) * v),) for _ in range(p))
     place, result = place_of(name, p, v), []
     for position, tasks in enumerate(SCHEDULES[name].make(p, few(name, p, m), v)):
@@ -317,7 +314,7 @@ def at_once(name: str, p: int, m: int, v: int) -> bool:
     """Whether the last unit's backward follows its forward, so that to recompute it would save nothing."""
     if name == "dualpipe-v":  # for some micro-batches only
         return False
-    if name in _KEEP_ALL:
+    if name in FORWARDS_FIRST:
         return m == 1
     tasks = SCHEDULES[name].make(p, few(name, p, m), v)[place_of(name, p, v)[-1]]
     index = next(at for at, task in enumerate(tasks) if task[:2] == ("F", p * v - 1))

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import gc
 import heapq
+import itertools
+import math
 import time
 from bisect import insort
 from collections import Counter, defaultdict
@@ -22,7 +24,7 @@ from threed.base.errors import ThreedError
 from threed.base.remember import remembering
 from threed.layout_search.bounds import Bounds
 from threed.layout_search.layout import Layout, config_of
-from threed.layout_search.short_plan import FreeStep, ShortPlans
+from threed.layout_search.short_plan import ShortPlans
 from threed.layout_search.space import NEEDLESS, NO_HOST, NO_MEMORY, REFUSED, SLOWER, Space, Variant
 from threed.prediction.hardware import Hardware
 from threed.schema import Config
@@ -55,14 +57,22 @@ class SearchResult:
     seconds: float = 0.0
 
 
-class _Shape(NamedTuple):
-    """A shape whose variants from a row of recomputation on are still to be looked at."""
+class _Group(NamedTuple):
+    """Layouts of a shape that fit and compute the same."""
+
+    layouts: list[Layout]
+    short: ShortPlans  # of one of them
+
+
+class _Waiting(NamedTuple):
+    """What is still to be looked at: the variants of a shape from a row of recomputation on; or a group."""
 
     bound_s: float
-    number: int  # for shapes that are as fast: the first one first
+    number: int  # of those that are as fast at best, the first comes first
+    shape: Layout
     rank: int
-    layout: Layout
-    fitting: list[Variant]
+    fitting: list[Variant]  # of the shape, those that surely fit
+    group: _Group | None = None
 
 
 class Search:
@@ -90,23 +100,28 @@ class Search:
 
     def _run(self, space: Space, progress: Progress) -> SearchResult:
         begin = told = time.monotonic()
-        result, ranks = self.result, range(len(space.recomputes))
-        waiting = [_Shape(self._bound_s(space, shape, 0), number, 0, shape, [])
-                   for number, shape in enumerate(space.shapes())] if ranks else []
+        result, ranks, numbers = self.result, range(len(space.recomputes)), itertools.count()
+        waiting = [_Waiting(self._bound_s(space, shape, 0), next(numbers), shape, 0, [])
+                   for shape in space.shapes()] if ranks else []
         heapq.heapify(waiting)
         total = len(waiting)
         while waiting:
-            bound_s, number, rank, shape, fitting = heapq.heappop(waiting)
-            if bound_s > self._limit:
-                dropped = sum(space.count(shape, each) for each in ranks[rank:])
+            first = heapq.heappop(waiting)
+            if first.group is not None:
+                self._time_all(first.group, first.bound_s)
+            elif first.bound_s > self._limit:
+                dropped = sum(space.count(first.shape, rank) for rank in ranks[first.rank:])
                 result.dropped[SLOWER] += dropped
                 result.considered += dropped
-                continue
-            result.considered += space.count(shape, rank)
-            self._try_all(space.variants(shape, rank), fitting)
-            if rank + 1 in ranks:
-                bound_s = max(bound_s, self._bound_s(space, shape, rank + 1))
-                heapq.heappush(waiting, _Shape(bound_s, number, rank + 1, shape, fitting))
+            else:
+                result.considered += space.count(first.shape, first.rank)
+                layouts = self._fitting(space.variants(first.shape, first.rank), first.fitting)
+                if (found := self._group(layouts, first.shape.tile_linears)) is not None:
+                    heapq.heappush(waiting, first._replace(bound_s=found[0], group=found[1],
+                                                           number=next(numbers)))
+                if (rank := first.rank + 1) in ranks:
+                    bound_s = max(first.bound_s, self._bound_s(space, first.shape, rank))
+                    heapq.heappush(waiting, first._replace(bound_s=bound_s, rank=rank))
             if time.monotonic() > told + 2:
                 told = time.monotonic()
                 progress(self._words(total - len(waiting), total))
@@ -129,21 +144,17 @@ class Search:
         return (f"{done} of {total} shapes, {self.result.considered} layouts, {len(self.result.found)} "
                 f"timed{words}")
 
-    def _try_all(self, variants: list[Variant], fitting: list[Variant]) -> None:
-        """Time the variants of a shape that compute the same, of those that fit. `fitting`: all of the shape
-        that surely do."""
-        paces: dict[object, FreeStep] = {}
+    def _fitting(self, variants: list[Variant], fitting: list[Variant]) -> list[Layout]:
+        """Layouts of variants that fit, and are not needless. `fitting`: of the shape, those that surely fit.
+        """
+        layouts = []
         for variant in variants:
-            if variant.needless(fitting):
-                reason = NEEDLESS
-            elif (reason := self._does_not_fit(variant, fitting)) is None:
-                try:
-                    reason = self._time(variant.layout, paces)
-                except ThreedError as error:
-                    reason = REFUSED
-                    self.result.examples.setdefault(REFUSED, str(error))
-            if reason is not None:
+            reason = NEEDLESS if variant.needless(fitting) else self._does_not_fit(variant, fitting)
+            if reason is None:
+                layouts.append(variant.layout)
+            else:
                 self.result.dropped[reason] += 1
+        return layouts
 
     def _does_not_fit(self, variant: Variant, fitting: list[Variant]) -> str | None:
         layout, result, size = variant.layout, self.result, self.bounds.bytes(variant.layout)
@@ -158,28 +169,50 @@ class Search:
             fitting.append(variant)
         return None
 
-    def _time(self, layout: Layout, paces: dict[object, FreeStep]) -> str | None:
-        """Why a layout is dropped; None where it is timed. `paces`: of those that compute the same."""
-        idea, tiles = layout.idea, layout.tile_linears
-        limit = min(self._limit, _AS_FAST * min([self._sure.get(idea, self._limit),
-                                                 *self._times[idea][TRIES - 1:TRIES]]))
-        if self.bounds.step_s(layout) > limit or (tiles in paces and paces[tiles].step_s > limit):
-            return SLOWER
-        short = ShortPlans(config_of(layout, self.base), self.hardware)
-        if tiles not in paces:
-            if short.least_s(self.bounds.microbatch_s(layout)) > limit:
-                return SLOWER
-            paces[tiles] = short.pace()
-            if paces[tiles].step_s > limit:
-                return SLOWER
-        step_s, size = short.step_s(paces[tiles]), self.bounds.bytes(layout)
+    def _limit_of(self, layout: Layout) -> float:
+        """A layout that is slower is of no use: others of its idea, enough of which will fit, are faster."""
+        others = [self._sure.get(layout.idea, math.inf), *self._times[layout.idea][TRIES - 1:TRIES]]
+        return min(self._limit, _AS_FAST * min(others))
+
+    def _group(self, layouts: list[Layout], tiles: str | None) -> tuple[float, _Group] | None:
+        """What no layout of a group is faster than, and those that may be of use. `tiles`: of all variants.
+        """
+        some = [layout for layout in layouts if self.bounds.step_s(layout) <= self._limit_of(layout)]
+        self.result.dropped[SLOWER] += len(layouts) - len(some)
+        try:
+            if some:
+                layout = some[0]._replace(tile_linears=tiles)
+                short = ShortPlans(config_of(layout, self.base), self.hardware)
+                return short.least_s(self.bounds.microbatch_s(layout)), _Group(some, short)
+        except ThreedError as error:
+            self._refuse(len(some), error)
+        return None
+
+    def _time_all(self, group: _Group, bound_s: float) -> None:
+        """Time the layouts of a group that may be of use."""
+        for layout in group.layouts:
+            limit = self._limit_of(layout)
+            try:
+                if bound_s > limit or (free := group.short.free_step()).step_s > limit:
+                    self.result.dropped[SLOWER] += 1
+                    continue
+                short = ShortPlans(config_of(layout, self.base), self.hardware)
+                self._found(layout, short.step_s(free, limit))
+            except ThreedError as error:
+                self._refuse(1, error)
+
+    def _found(self, layout: Layout, step_s: float) -> None:
+        size = self.bounds.bytes(layout)
         self.result.found.append(Found(layout, step_s, size))
         if size < _SURE * self.memory:
-            self._sure[idea] = min(step_s, self._sure.get(idea, step_s))
-        insort(self._times[idea], step_s)
+            self._sure[layout.idea] = min(step_s, self._sure.get(layout.idea, math.inf))
+        insort(self._times[layout.idea], step_s)
         best = heapq.nsmallest(self.keep, (times[0] for times in self._times.values() if times))
         self._limit = _NEAR * (best[-1] if len(best) == self.keep else _FAR * best[0])
-        return None
+
+    def _refuse(self, count: int, error: ThreedError) -> None:
+        self.result.dropped[REFUSED] += count
+        self.result.examples.setdefault(REFUSED, str(error))
 
 
 def helps(base: Config, hardware: Hardware, found: Found) -> dict[str, float]:
@@ -191,7 +224,7 @@ def helps(base: Config, hardware: Hardware, found: Found) -> dict[str, float]:
         config = config_of(other, base)
         config.train.global_batch_size *= times
         short = ShortPlans(config, machine)
-        return short.step_s(short.pace()) / times
+        return short.step_s(short.free_step()) / times
 
     values = {"a global batch twice as large": timed(hardware, layout, 2)}
     if layout.tp > 1 or layout.dp > 1 or layout.pp > 1:

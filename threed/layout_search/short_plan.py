@@ -15,6 +15,7 @@ The plans are made by the planner's own passes, and priced and walked as by `thr
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -30,7 +31,9 @@ from threed.program.table import ComputeUnit, ParameterUnit, Plan, Table
 from threed.program.walk import Cost
 from threed.schedules.orders import SCHEDULES
 from threed.schema import Config, OffloadConfig, ZeroConfig
+from threed.spec.kernels import Kernel, Moved
 
+FORWARDS_FIRST = ("gpipe", "breadth-first")  # orders with the forwards of all micro-batches before backwards
 _STEADY = 0.99  # of the pace: a steady state is not faster
 
 
@@ -60,7 +63,7 @@ def merged(table: Table, ends: bool = True) -> Table:
         return table  # what is kept moves unit by unit
     kinds = [_kind(table, index) for index in range(len(table.units))]
     runs = [[*run] for _, run in groupby(range(len(table.units)), key=kinds.__getitem__)]
-    units = [chunk for run in runs for chunk in (_chunks(run) if ends else [run])]
+    units = [chunk for run in runs for chunk in (_chunks(run, MOST["often" if _often(table) else "once"]) if ends else _whole(table, run))]
     # Parameter units that become one have the number of the first of them; numbers keep their order.
     same = {rows[0]: rows for chunk in units
             for rows in zip(*(table.units[unit].parameters for unit in chunk), strict=True)}
@@ -70,10 +73,28 @@ def merged(table: Table, ends: bool = True) -> Table:
                    parameters={number[first]: _all_of(table, same[first]) for first in sorted(same)})
 
 
-def _chunks(run: list[int]) -> list[list[int]]:
-    """The first, all between, and the last; of three, the first and the others."""
-    ends = [0, 1, *([len(run) - 1] if len(run) > 3 else []), len(run)]
-    return [run[begin:end] for begin, end in zip(ends, ends[1:], strict=False) if end > begin]
+MOST = {"once": 2, "often": 1}
+
+
+def _often(table: Table) -> bool:
+    """Whether there is traffic over dp in every micro-batch, so that the size of each unit counts."""
+    zero = table.zero
+    return (zero.stage == 3 and zero.residency != "step") or (
+        zero.stage >= 2 and zero.reduce_every < table.num_microbatches)
+
+
+def _chunks(run: list[int], most: int) -> list[list[int]]:
+    """The first, groups of at most `most` between, and the last."""
+    if len(run) < 3 or most == 1:
+        return [[unit] for unit in run]
+    count = -(-(len(run) - 2) // most)
+    ends = [0, *(1 + (len(run) - 2) * at // count for at in range(count + 1)), len(run)]
+    return [run[begin:end] for begin, end in zip(ends, ends[1:], strict=False)]
+
+
+def _whole(table: Table, run: list[int]) -> list[list[int]]:
+    """All; but the last is computed again before its gradient comes, and the others after that."""
+    return [run[:-1], run[-1:]] if table.units[run[0]].recompute and len(run) > 1 else [run]
 
 
 def _kind(table: Table, index: int) -> object:
@@ -82,9 +103,13 @@ def _kind(table: Table, index: int) -> object:
     held = [table.parameters[p] for p in unit.parameters]
     if unit.makes or unit.reads or unit.loss or index == 0 or any(len(each.positions) > 1 for each in held):
         return index
-    return (unit.stage, unit.kernels, unit.saved_bytes, unit.operand_bytes, repr(unit.traffic),
-            unit.recompute, unit.adds, unit.output, unit.again,
+    return (unit.stage, _unnamed(unit.kernels), unit.saved_bytes, unit.operand_bytes, repr(unit.traffic),
+            unit.recompute, unit.adds, unit.output, _unnamed(unit.again),
             tuple(replace(each, name="", padding=0) for each in held))
+
+
+def _unnamed(kernels: tuple[Kernel, ...]) -> tuple[Kernel, ...]:
+    return tuple([kernel._replace(what="") if isinstance(kernel, Moved) else kernel for kernel in kernels])
 
 
 def _all_of(table: Table, same: Sequence[int]) -> ParameterUnit:
@@ -99,7 +124,7 @@ def _sum_of(table: Table, chunk: Sequence[int], number: dict[int, int],
     traffic = {phase: {axis: count * size for axis, size in sent.items()}
                for phase, sent in first.traffic.items()}
     return replace(first, parameters=tuple(number[p] for p in first.parameters), traffic=traffic,
-                   kernels=count * first.kernels, again=count * first.again,
+                   kernels=count * _unnamed(first.kernels), again=count * _unnamed(first.again),
                    saved_bytes=count * first.saved_bytes, operand_bytes=count * first.operand_bytes,
                    reads=tuple(read._replace(unit=unit_of[read.unit]) for read in first.reads))
 
@@ -154,39 +179,36 @@ class ShortPlans:
         """No step is shorter, where no more micro-batch takes less than `microbatch_s`. It takes one plan."""
         return self._free_s(self._few) + (self.m - self._few) * microbatch_s
 
-    def pace(self) -> FreeStep:
+    def free_step(self) -> FreeStep:
         less = self._free_s(self._few)
         if self._few == self.m:
             return FreeStep(less, 0.0)
         more_s = (self._free_s(self._few + 2 * self.p) - less) / (2 * self.p)
         return FreeStep(less + (self.m - self._few) * more_s, more_s)
 
-    def step_s(self, pace: FreeStep) -> float:
-        """Seconds of a step. `pace`: of a layout that computes the same.
+    def step_s(self, free: FreeStep, limit: float = math.inf) -> float:
+        """Seconds of a step; where it is above `limit`, maybe less, but above it. `free`: of a layout that
+        computes the same.
 
-        Where there is traffic in every micro-batch, two plans say what more of them take; elsewhere, the pace
-        does. While short plans have traffic that more micro-batches would hide, longer ones are made."""
-        less, per = 0.0, pace.microbatch_s
-        often = self._often
+        Where there is traffic in every micro-batch, two plans say what more of them take; elsewhere, the free
+        step does. Orders that end with backwards of many micro-batches hide traffic behind these: longer
+        plans are made until there is little that more would hide."""
+        hides = self.config.parallel.schedule in FORWARDS_FIRST
         while True:
-            less = self._timed(self._plan(self._few), self.hardware)
+            less, per = self._timed(self._plan(self._few), self.hardware), free.microbatch_s
             left = self.m - self._few
-            if not left:
-                return less
-            if often:
+            if not left or (not hides and less + left * per > limit):
+                return less + left * per
+            if self._often:
                 per = (self._timed(self._plan(self._few + 2 * self.p), self.hardware) - less) / (2 * self.p)
-                steady = per > _STEADY * pace.microbatch_s
-            else:
-                steady = less + left * per - pace.step_s < (1 - _STEADY) * pace.step_s
-            if steady:
+            if per > _STEADY * free.microbatch_s and not (
+                    hides and less + left * per - free.step_s > (1 - _STEADY) * free.step_s):
                 return less + left * per
             self._few = min(self.m, self._few + self.p * -(-self._few // self.p))
 
     @property
     def _often(self) -> bool:
-        """Whether there is traffic over dp, or to other tiers, in every micro-batch."""
-        zero = self.config.zero
-        return zero.stage == 3 or (zero.stage == 2 and zero.reduce_every != "step")
+        return _often(self._plan(self._few).table)
 
     def parts(self) -> StepParts:
         """What a step is made of."""

@@ -91,7 +91,7 @@ class Search:
             progress: Progress = lambda _: None) -> SearchResult:
         """`fixed`: field of a layout -> its only value."""
         often = gc.get_threshold()
-        gc.set_threshold(100_000, *often[1:])  # plans are many objects, none of which is garbage for long
+        gc.set_threshold(1_000_000, *often[1:])  # plans are many objects, none of which is garbage for long
         try:
             with remembering():
                 return self._run(Space(self.bounds, devices, fixed, self.memory, self.rounding), progress)

@@ -7,9 +7,9 @@ The plans are made by the planner's own passes, and priced and walked as by `thr
 * Micro-batches: a schedule is periodic. After it is filled, p more micro-batches take as long as the p
   before; or 2p, where positions wait for messages in turn. A short plan has a steady state, and as many
   micro-batches modulo p as the real one.
-* Units: compute units of a stage that are alike, and their parameter units, become one that costs as much as
-  all of them. The first and the last of them stay alone: what the step's start and end wait for is as large
-  as in the real plan.
+* Units: pairs of units of a stage that are alike become one that costs as much. The first and the last stay
+  alone: what the step's start and end wait for is as large as in the real plan. With traffic over dp in every
+  micro-batch all do.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ def short_plan(config: Config, microbatches: int, ends: bool = True) -> Plan:
 
 def merged(table: Table, ends: bool = True) -> Table:
     """A table with fewer units, which cost the same. `ends`: whether the first and the last of a run of
-    units that are alike stay alone."""
-    if table.activation.offload or table.activation.partition:
-        return table  # what is kept moves unit by unit
+    units that are alike stay alone, and pairs of the others become one; else all of them do."""
+    if table.activation.offload or table.activation.partition or (ends and _often(table)):
+        return table  # what is kept moves unit by unit; or the size of each unit counts
     kinds = [_kind(table, index) for index in range(len(table.units))]
     runs = [[*run] for _, run in groupby(range(len(table.units)), key=kinds.__getitem__)]
-    units = [chunk for run in runs for chunk in (_chunks(run, MOST["often" if _often(table) else "once"]) if ends else _whole(table, run))]
+    units = [chunk for run in runs for chunk in (_pairs(run) if ends else _whole(table, run))]
     # Parameter units that become one have the number of the first of them; numbers keep their order.
     same = {rows[0]: rows for chunk in units
             for rows in zip(*(table.units[unit].parameters for unit in chunk), strict=True)}
@@ -73,27 +73,23 @@ def merged(table: Table, ends: bool = True) -> Table:
                    parameters={number[first]: _all_of(table, same[first]) for first in sorted(same)})
 
 
-MOST = {"once": 2, "often": 1}
-
-
 def _often(table: Table) -> bool:
-    """Whether there is traffic over dp in every micro-batch, so that the size of each unit counts."""
+    """Whether there is traffic over dp in every micro-batch."""
     zero = table.zero
     return (zero.stage == 3 and zero.residency != "step") or (
         zero.stage >= 2 and zero.reduce_every < table.num_microbatches)
 
 
-def _chunks(run: list[int], most: int) -> list[list[int]]:
-    """The first, groups of at most `most` between, and the last."""
-    if len(run) < 3 or most == 1:
+def _pairs(run: list[int]) -> list[list[int]]:
+    """The first, pairs of those between, and the last."""
+    if len(run) < 4:
         return [[unit] for unit in run]
-    count = -(-(len(run) - 2) // most)
-    ends = [0, *(1 + (len(run) - 2) * at // count for at in range(count + 1)), len(run)]
-    return [run[begin:end] for begin, end in zip(ends, ends[1:], strict=False)]
+    middle = run[1:-1]
+    return [run[:1], *(middle[at:at + 2] for at in range(0, len(middle), 2)), run[-1:]]
 
 
 def _whole(table: Table, run: list[int]) -> list[list[int]]:
-    """All; but the last is computed again before its gradient comes, and the others after that."""
+    """All. But where they are computed again, the last one is before its gradient comes, the others after."""
     return [run[:-1], run[-1:]] if table.units[run[0]].recompute and len(run) > 1 else [run]
 
 

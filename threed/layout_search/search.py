@@ -215,31 +215,32 @@ class Search:
         self.result.examples.setdefault(REFUSED, str(error))
 
 
-def helps(base: Config, hardware: Hardware, found: Found) -> dict[str, float]:
+def helps(base: Config, hardware: Hardware, layout: Layout, plans: ShortPlans) -> dict[str, float]:
     """By how much a step would be shorter (as a share, a sequence) with something else, the most first: what
-    would help."""
-    step_s, layout = found.step_s, found.layout
+    would help. `plans`: of the layout."""
 
-    def timed(machine: Hardware, other: Layout, times: int = 1) -> float:
+    def step_s(short: ShortPlans) -> float:
+        return short.step_s(short.free_step())
+
+    def timed(other: Layout, times: int = 1) -> float:
         config = config_of(other, base)
         config.train.global_batch_size *= times
-        short = ShortPlans(config, machine)
-        return short.step_s(short.free_step()) / times
+        return step_s(ShortPlans(config, hardware)) / times
 
-    values = {"a global batch twice as large": timed(hardware, layout, 2)}
+    values = {"a global batch twice as large": timed(layout, 2)}
     if layout.tp > 1 or layout.dp > 1 or layout.pp > 1:
-        values["adapters twice as fast"] = timed(
-            replace(hardware, adapter_gbps=2 * hardware.adapter_gbps), layout)
-        values["links in a node twice as fast"] = timed(
-            replace(hardware, node_gbps=2 * hardware.node_gbps), layout)
+        values["adapters twice as fast"] = step_s(
+            plans.on(replace(hardware, adapter_gbps=2 * hardware.adapter_gbps)))
+        values["links in a node twice as fast"] = step_s(
+            plans.on(replace(hardware, node_gbps=2 * hardware.node_gbps)))
     dtype = base.precision.dtype
     if layout.dp > 1 and (layout.reduce_dtype or base.precision.reduce_dtype) == "fp32" != dtype:
-        values[f"precision.reduce_dtype={dtype} (rounds)"] = timed(hardware,
-                                                                   layout._replace(reduce_dtype=dtype))
+        values[f"precision.reduce_dtype={dtype} (rounds)"] = timed(layout._replace(reduce_dtype=dtype))
     if layout.policy != "none":
         values["memory for no recomputation"] = timed(
-            hardware, layout._replace(policy="none", every=1, offload_activations=False))
+            layout._replace(policy="none", every=1, offload_activations=False))
     if layout.offload_optimizer:
-        values["memory for the optimizer"] = timed(hardware, layout._replace(offload_optimizer=False))
-    gains = {words: 1 - seconds / step_s for words, seconds in values.items()}
+        values["memory for the optimizer"] = timed(layout._replace(offload_optimizer=False))
+    now_s = step_s(plans)
+    gains = {words: 1 - seconds / now_s for words, seconds in values.items()}
     return {words: gain for words, gain in sorted(gains.items(), key=lambda item: -item[1]) if gain > 0.005}

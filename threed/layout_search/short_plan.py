@@ -43,6 +43,12 @@ def few(name: str, p: int, m: int) -> int:
     return m if m <= fewest + p else fewest + (m - fewest) % p
 
 
+def brief(name: str, p: int, m: int) -> int:
+    """The fewest that fill the pipeline, congruent to m modulo p."""
+    fewest = SCHEDULES[name].least(p) + p
+    return m if m <= fewest else fewest + (m - fewest) % p
+
+
 def short_plan(config: Config, microbatches: int, ends: bool = True) -> Plan:
     """The unchecked plan of so many micro-batches of a config. `ends`: as in `merged`. InputError where it
     keeps more than the config allows."""
@@ -131,6 +137,7 @@ class FreeStep(NamedTuple):
 
     step_s: float
     microbatch_s: float  # of one more micro-batch
+    brief_s: float  # of a step of as few micro-batches as have a start and an end
 
 
 class StepParts(NamedTuple):
@@ -154,9 +161,17 @@ class ShortPlans:
         self.config, self.p, self.m = config, config.parallel.pp, config.num_microbatches
         # A limit of what is kept is about all micro-batches.
         limited = config.activation.policy == "budget" or config.parallel.activation_limit is not None
-        self._few = self.m if limited else few(config.parallel.schedule, self.p, self.m)
+        name = config.parallel.schedule
+        self._few, self._brief = (self.m, self.m) if limited else (few(name, self.p, self.m),
+                                                                   brief(name, self.p, self.m))
         self._plans: dict[int, Plan] = {}
         self._free: dict[int, float] = {}  # seconds of plans with free traffic and updates
+
+    def on(self, hardware: Hardware) -> ShortPlans:
+        """The same plans on another machine."""
+        other = copy.copy(self)
+        other.hardware, other._free = hardware, {}
+        return other
 
     def _plan(self, microbatches: int) -> Plan:
         if microbatches not in self._plans:
@@ -176,35 +191,35 @@ class ShortPlans:
         return self._free_s(self._few) + (self.m - self._few) * microbatch_s
 
     def free_step(self) -> FreeStep:
-        less = self._free_s(self._few)
+        less, brief_s = self._free_s(self._few), self._free_s(self._brief)
         if self._few == self.m:
-            return FreeStep(less, 0.0)
+            return FreeStep(less, 0.0, brief_s)
         more_s = (self._free_s(self._few + 2 * self.p) - less) / (2 * self.p)
-        return FreeStep(less + (self.m - self._few) * more_s, more_s)
+        return FreeStep(less + (self.m - self._few) * more_s, more_s, brief_s)
 
     def step_s(self, free: FreeStep, limit: float = math.inf) -> float:
         """Seconds of a step; where it is above `limit`, maybe less, but above it. `free`: of a layout that
         computes the same.
 
-        Where there is traffic in every micro-batch, two plans say what more of them take; elsewhere, the free
-        step does. Orders that end with backwards of many micro-batches hide traffic behind these: longer
-        plans are made until there is little that more would hide."""
-        hides = self.config.parallel.schedule in FORWARDS_FIRST
+        Where there is traffic over dp only at the start and the end of a step, it adds as much to a step of
+        few micro-batches. Else two plans say what one more takes. Orders that end with backwards of many
+        micro-batches hide traffic behind these: longer plans are made until there is little to hide."""
+        zero, hides = self.config.zero, self.config.parallel.schedule in FORWARDS_FIRST
+        often = (zero.stage == 3 and zero.residency != "step") or (
+            zero.stage >= 2 and zero.reduce_every != "step")
+        if not (often or hides):
+            return free.step_s + self._timed(self._plan(self._brief), self.hardware) - free.brief_s
         while True:
             less, per = self._timed(self._plan(self._few), self.hardware), free.microbatch_s
             left = self.m - self._few
             if not left or (not hides and less + left * per > limit):
                 return less + left * per
-            if self._often:
+            if often:
                 per = (self._timed(self._plan(self._few + 2 * self.p), self.hardware) - less) / (2 * self.p)
             if per > _STEADY * free.microbatch_s and not (
                     hides and less + left * per - free.step_s > (1 - _STEADY) * free.step_s):
                 return less + left * per
             self._few = min(self.m, self._few + self.p * -(-self._few // self.p))
-
-    @property
-    def _often(self) -> bool:
-        return _often(self._plan(self._few).table)
 
     def parts(self) -> StepParts:
         """What a step is made of."""

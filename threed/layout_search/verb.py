@@ -10,6 +10,7 @@ from typing import Any
 
 from threed.base.errors import InputError, ThreedError, check_type
 from threed.base.quantity import many, parse_memory, show_bytes, show_count, show_seconds
+from threed.base.remember import remembering
 from threed.base.texttable import wrapped
 from threed.config.load import checked
 from threed.layout_search.request import Question, ask, write
@@ -52,7 +53,8 @@ def search(path: str | Path, devices: int, overrides: list[str] | None = None, h
     searched = Search(asked.base, machine, limit, _PLANNED, rounding)
     result = searched.run(devices, asked.fixed, progress)
     begin = time.monotonic()
-    rows = _planned(asked, machine, limit, result, progress)
+    with remembering():
+        rows = _planned(asked, machine, limit, result, progress)
     if not rows:
         raise InputError(_nothing(result, devices, limit, room))
     return {"config": str(path), "devices": devices, "hardware": machine.title, "memory_bytes": room,
@@ -95,7 +97,8 @@ def _planned(asked: Question, machine: Hardware, limit: int, result: SearchResul
 
 def _row(asked: Question, machine: Hardware, found: Found, measured: dict[str, Any]) -> dict[str, Any]:
     layout, base = found.layout, asked.base
-    parts = ShortPlans(asked.config(layout), machine).parts()
+    plans = ShortPlans(asked.config(layout), machine)
+    parts = plans.parts()
     step_s, ranks = measured["step_s"], layout.tp * layout.pp * layout.dp
     peak = machine.peak(4 if base.precision.dtype == "fp32" else 2)
     waits = parts.bubble * parts.step_s - parts.dp_s - parts.offload_s
@@ -108,7 +111,7 @@ def _row(asked: Question, machine: Hardware, found: Found, measured: dict[str, A
             "peak_bytes": measured["peak_bytes"], "bubble": parts.bubble,
             "exposed_s": parts.tp_s + parts.dp_s, "lost_s": lost,
             "bottleneck": most if lost[most] > 0.03 * step_s else "computation",
-            "helps": helps(base, machine, found), "changes": asked.values_of(layout)}
+            "helps": helps(base, machine, layout, plans), "changes": asked.values_of(layout)}
 
 
 def _nothing(result: SearchResult, devices: int, limit: int, room: int) -> str:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -34,6 +35,7 @@ from threed.schema import Config, OffloadConfig, ZeroConfig
 from threed.spec.kernels import Kernel, Moved
 
 FORWARDS_FIRST = ("gpipe", "breadth-first")  # orders with the forwards of all micro-batches before backwards
+_LINEAR = 0.9  # of a brief plan's traffic is for its micro-batches
 _STEADY = 0.99  # of the pace: a steady state is not faster
 
 
@@ -209,6 +211,8 @@ class ShortPlans:
             zero.stage >= 2 and zero.reduce_every != "step")
         if not (often or hides):
             return free.step_s + self._timed(self._plan(self._brief), self.hardware) - free.brief_s
+        if not hides and (least_s := self._sending_s()) > limit:
+            return least_s
         while True:
             less, per = self._timed(self._plan(self._few), self.hardware), free.microbatch_s
             left = self.m - self._few
@@ -220,6 +224,18 @@ class ShortPlans:
                     hides and less + left * per - free.step_s > (1 - _STEADY) * free.step_s):
                 return less + left * per
             self._few = min(self.m, self._few + self.p * -(-self._few // self.p))
+
+    def _sending_s(self) -> float:
+        """For how long a position sends over dp at least: a brief plan sends as much for a micro-batch, but
+        for what it gathers when it begins."""
+        plan = self._plan(self._brief)
+        price, units = cost(plan, self.hardware), plan.table.parameters
+        counts = [Counter(item for item in program if item.op in (Op.GATHER, Op.REDUCE)
+                          and item.group == units[item.unit].shard_group)
+                  for program in plan.programs["train"]]
+        return _LINEAR * self.m / self._brief * max(
+            sum(count * price(position, item) for item, count in row.items())
+            for position, row in enumerate(counts))
 
     def parts(self) -> StepParts:
         """What a step is made of."""

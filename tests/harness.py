@@ -16,7 +16,8 @@ from allpairspy import AllPairs
 
 from tests.reference import data_of
 from threed.base.mesh import axes_of
-from threed.comm.group import Comm, ProcessComm
+from threed.comm.group import Comm
+from threed.comm.process import ProcessComm
 from threed.config.contract import Cell, axes, cells, refusal
 from threed.config.load import load
 from threed.engine.engine import Engine

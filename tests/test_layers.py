@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ ROOT = Path(__file__).parents[1]
 # of a feature from no other feature. Each folder's __init__ says what it is.
 FLOORS = (
     "base",
+    "devices",
     "spec schedules comm",
     "schema",
     "tensor optim",
@@ -152,7 +154,15 @@ def _attributes(module: str) -> set[str]:
 def test_one_door_to_other_ranks():
     """A collective outside comm is counted by nobody, has no name, and shows in no trace."""
     agents = {"torchrun", "launcher.agents", "launcher.elastic"}  # they start ranks, and connect none
-    assert users("torch.distributed") <= {"comm.group", "comm.store", "engine.loopback"} | agents
+    assert users("torch.distributed") <= {"comm.process", "comm.store", "engine.loopback"} | agents
+
+
+def test_one_door_to_accelerators():
+    """Another kind of device is one file, and a row of `devices.KINDS`. (The schema says what a user may
+    write.)"""
+    named = re.compile(r"(?<!\w)cuda(?!\w)|is_cuda")
+    assert not {module for module, path in MODULES.items() if named.search(path.read_text())
+                if not module.startswith("devices") and module != "schema"}
 
 
 def test_one_door_to_megatron():

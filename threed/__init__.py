@@ -25,8 +25,8 @@ import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-# Ranks are forked, and a process that has started CUDA cannot fork ranks that use it. The call
-# torch.cuda.is_available() starts it, unless this is set, which it reads each time: then it asks NVML.
+# Ranks are forked, and a process that has started CUDA cannot fork ranks that use it. To ask torch whether
+# there is a GPU starts it, unless this is set: then torch asks NVML.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 if TYPE_CHECKING:

@@ -36,7 +36,7 @@ import torch
 
 from bench.common import machine, processors, start_together
 from bench.peers.sleepers import PEERS, SHAPE, Case, Ran, Threed, Times, Torch, make_case, nap
-from threed.comm.group import ProcessComm, file_store
+from threed.comm.process import ProcessComm, file_store
 from threed.planner import make_mesh
 from threed.prediction.schedule_only import bare_programs
 from threed.program.instruction import COMPUTE, Instruction, Op, Slot

@@ -14,7 +14,7 @@ import torch
 import torch.distributed.pipelining as tp
 from torch import nn
 
-from threed.comm.group import ProcessComm
+from threed.comm.process import ProcessComm
 from threed.config.load import load
 from threed.engine.engine import Engine
 from threed.engine.loopback import channel_pairs

@@ -38,7 +38,7 @@ from bench.common import Sizes, batches, machine, make_config, processors, start
 from bench.peers.slow_link import Alone, Products, Ran, SlowGroup, Spent, Stepper, is_block
 from bench.peers.turns import TIMEOUT_S, answer
 from threed.base.quantity import show_bytes
-from threed.comm.group import ProcessComm, ProcessGroup, file_store
+from threed.comm.process import ProcessComm, ProcessGroup, file_store
 from threed.planner import make_mesh, make_plan
 from threed.prediction.analytic import cost as analytic_cost
 from threed.prediction.hardware import Hardware

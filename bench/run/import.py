@@ -28,7 +28,7 @@ import torch
 
 from threed.base.quantity import show_bytes, show_seconds
 from threed.checkpoint.load import resume
-from threed.comm.group import ProcessComm, file_store
+from threed.comm.process import ProcessComm, file_store
 from threed.config.load import load
 from threed.engine.engine import Engine
 from threed.interop.hf.config import family_of, model_of, values_of

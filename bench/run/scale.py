@@ -27,7 +27,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from threed.base.quantity import show_bytes
 from threed.checkpoint.load import resume
-from threed.comm.group import ProcessComm, connecting_late
+from threed.comm.process import ProcessComm, connecting_late
 from threed.comm.rendezvous import POLLS
 from threed.comm.store import of_this_start
 from threed.config.load import load

@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 from tests.harness import batches, tiny
 from tests.workers import TIMEOUT_S, Workers
-from threed.comm.group import Comm, ProcessComm
+from threed.comm.group import Comm
+from threed.comm.process import ProcessComm
 from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
 from threed.features.zero.state import UnitState

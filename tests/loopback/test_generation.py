@@ -12,7 +12,8 @@ from tests.data.files import word_level
 from tests.harness import batches, tiny
 from tests.reference import Reference
 from threed.base.errors import InputError, RunError
-from threed.comm.group import Comm, initialized
+from threed.comm.group import Comm
+from threed.comm.process import initialized
 from threed.data.prompts import added, encode, keep_tokenizer
 from threed.data.run_tokenizer import kept_for, tokenizer_digest
 from threed.data.sampling import Sampling

@@ -14,7 +14,7 @@ import torch
 
 from tests.harness import batches, tiny
 from threed.base.errors import RunError
-from threed.engine.clock import HostClock
+from threed.devices.clock import HostClock
 from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
 from threed.monitor.attribute import CAUSES, attribute

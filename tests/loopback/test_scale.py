@@ -25,7 +25,8 @@ from threed.base.mesh import GROUPS, Mesh
 from threed.checkpoint.choose import candidates, read_manifest
 from threed.checkpoint.format import INDEX, MANIFEST, Unusable, file_name, folder, name_of, seal
 from threed.checkpoint.lineage import Lineage, write_latest
-from threed.comm.group import Comm, ProcessComm
+from threed.comm.group import Comm
+from threed.comm.process import ProcessComm
 from threed.engine import shared
 from threed.models.measure import SilentGroup
 from threed.monitor.measure import COSTED, Meter

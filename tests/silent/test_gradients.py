@@ -20,7 +20,8 @@ from tests.reference import Data, Reference, tokens_of
 from threed.checkpoint.lineage import Lineage
 from threed.checkpoint.load import resume
 from threed.checkpoint.save import Saver
-from threed.comm.group import Comm, initialized
+from threed.comm.group import Comm
+from threed.comm.process import initialized
 from threed.data.samples import Sample, Split
 from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback

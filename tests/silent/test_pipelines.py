@@ -28,7 +28,8 @@ from threed.base.errors import InputError, RunError
 from threed.checkpoint.lineage import Lineage
 from threed.checkpoint.load import resume
 from threed.checkpoint.save import Saver
-from threed.comm.group import Comm, ProcessComm, file_store
+from threed.comm.group import Comm
+from threed.comm.process import ProcessComm, file_store
 from threed.data.sampling import Sampling
 from threed.engine.engine import Engine
 from threed.engine.loopback import ThreadChannel, ThreadGroup, channel_pairs, run_loopback

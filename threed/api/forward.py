@@ -27,7 +27,8 @@ from threed.data.prompts import added, encode
 from threed.data.samples import Split, Tokens
 from threed.data.sampling import Sampling
 from threed.data.tokens import Prepared
-from threed.engine.device import pick_device, set_up
+from threed.devices import pick
+from threed.engine.device import set_up
 from threed.engine.engine import Engine
 from threed.engine.watch import Watch
 from threed.launcher.local import ANSWER, LocalLauncher
@@ -113,7 +114,7 @@ def _ready(job: Job, name: str, local_rank: int, watch: Watch,
     """An engine for one program that runs forward, with the weights of a checkpoint."""
     config = job.config
     set_up(config)
-    comm, plan = connect(config, watch, pick_device(config, local_rank), store,
+    comm, plan = connect(config, watch, pick(config.run.device, local_rank), store,
                          lambda config, pipeline: forward_plan(config, name, pipeline))
     with running(config, plan, comm, watch) as engine:
         with watch.phase("load a checkpoint", waits=False):

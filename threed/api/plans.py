@@ -236,12 +236,13 @@ def check_process(forks: bool) -> None:
     torch = sys.modules.get("torch")
     if not forks or torch is None:
         return
-    from threed.comm import forks as forked
+    from threed import devices
+    from threed.devices.forks import computes
 
-    if torch.cuda.is_initialized():
+    if devices.started():
         raise InputError("this process has used a GPU, so ranks cannot be forked from it: call threed.train "
                          "before, or start the script with torchrun")
-    if torch.get_num_threads() > 1 and not forked.computes():
+    if torch.get_num_threads() > 1 and not computes():
         raise InputError("this process has computed with torch on several threads, which do not survive a "
                          "fork, so ranks forked from it would hang: call threed.train before, start the "
                          "script with torchrun, or set OMP_NUM_THREADS=1 in its environment")

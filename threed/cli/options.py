@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from threed import devices
 from threed.base.errors import ConfigError, InputError, Reported, ThreedError
 
 HELP_COSTS = "measured costs: a run's folder, or its costs.json"
@@ -151,7 +152,7 @@ Ranks = Annotated[int | None, typer.Option(help="processes that measure together
                                                 "processor (8 at most)")]
 Quick = Annotated[bool, typer.Option("--quick", help="fewer sizes, less time for each")]
 DiskFolder = Annotated[Path, typer.Option(help="whose disk is measured")]
-Device = Annotated[str, typer.Option(help="auto, cpu or cuda", autocompletion=_one_of("auto", "cpu", "cuda"))]
+Device = Annotated[str, typer.Option(help=devices.NAMED, autocompletion=_one_of(*devices.CHOICES))]
 
 # ---------------------------------------------------------------- of `memory`
 

@@ -8,6 +8,7 @@ from collections import ChainMap
 from collections.abc import Collection
 from typing import Any
 
+from threed import devices
 from threed.base.errors import InputError
 from threed.base.mesh import AXES
 from threed.base.quantity import parse_seconds
@@ -34,7 +35,7 @@ CHOICES: dict[str, Collection[object]] = {
     "data.on_change": ("error", "accept"),
     "train.on_nonfinite": ("stop", "skip"),
     "monitor.wandb": ("auto", "offline", "online", "disabled"),
-    "run.device": ("auto", "cpu", "cuda"),
+    "run.device": devices.CHOICES,
     "run.attention_backend": ("auto", "flash", "efficient", "cudnn"),
     "zero.stage": (0, 1, 2, 3),
     "activation.policy": ("none", "full", "selective", "budget"),
@@ -65,9 +66,9 @@ AT_LEAST = {  # key: least value
 }
 # What others call a value.
 _SAID = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32",
-         "adam": "adamw", "rope": "rotary", "learned_absolute": "learned", "silu": "swiglu", "gpu": "cuda",
-         "interleaved1f1b": "interleaved", "zbvzerobubble": "zb-v", "dualpipev": "dualpipe-v",
-         "loopedbfs": "breadth-first"}
+         "adam": "adamw", "rope": "rotary", "learned_absolute": "learned", "silu": "swiglu", 
+         "gpu": devices.ACCELERATORS[0], "interleaved1f1b": "interleaved", "zbvzerobubble": "zb-v",
+         "dualpipev": "dualpipe-v", "loopedbfs": "breadth-first"}
 ABOVE_ZERO = ("model.norm_eps", "model.rope_theta", "model.lora_alpha", "monitor.peak_tflops",
               "precision.initial_loss_scale", "precision.min_loss_scale")
 

@@ -17,7 +17,7 @@ import torch
 from threed.base.errors import RunError, ThreedError, line_of
 from threed.comm.group import Comm
 from threed.comm.lanes import Handle, so_far
-from threed.engine.clock import make_clock
+from threed.devices import device_of
 from threed.engine.device import attention, compiles
 from threed.engine.graphs import GraphRun
 from threed.engine.underway import UnderWay
@@ -78,7 +78,7 @@ class Engine:
                          **offload.handlers}
         self.orders = {name: Order.of(program[position], table, position, name, shared)
                        for name, program in plan.programs.items()}
-        self.clock = make_clock(comm.device)
+        self.clock = device_of(comm.device).clock()
         self._ended: list[Any] = []  # marks of the program under way: the end of each instruction
         self._under: UnderWay | None = None
         # slot -> the copy for a checkpoint that is under way: the next STEP waits for it
@@ -164,7 +164,7 @@ class Engine:
             raise
         except Exception as error:
             # What a GPU has met is raised at a later instruction of the host.
-            raised = "CUDA error" not in str(error)
+            raised = not device_of(self.comm.device).has_failed(error)
             raise RunError(f"{self.where(raised)}\n  {self._unit()}{type(error).__name__}: {error}"
                            f"{line_of(error)}") from error
         finally:

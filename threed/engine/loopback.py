@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from threed.base.mesh import GROUPS, Mesh
-from threed.comm.group import Channel, Comm, Group, initialized, sum_parts
+from threed.comm.group import Channel, Comm, Group, sum_parts
 from threed.comm.lanes import Handle
+from threed.comm.process import initialized
 from threed.program.instruction import Op
 from threed.program.table import Plan
 

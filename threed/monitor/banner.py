@@ -8,6 +8,7 @@ import torch
 
 from threed.base.errors import ThreedError
 from threed.base.quantity import show_count, show_seconds
+from threed.devices import device_of
 from threed.models.model import model_flops
 from threed.monitor.loggers.logger import model_size
 from threed.planner.facts import unit_parameters
@@ -35,9 +36,9 @@ def predicted_s(config: Config, plan: Plan, device: torch.device) -> tuple[float
     """Seconds of a step on the hardware that a device is most like, as `threed predict` has it, and the
     hardware's name. None where a step is surely short, or cannot be predicted."""
     name = OF_CPUS
-    if device.type == "cuda":
-        found = torch.cuda.get_device_name(device)
-        name = next((board for part, board in BOARDS.items() if part in found), DEFAULT)
+    if device.type != "cpu":
+        called = device_of(device).name()
+        name = next((board for part, board in BOARDS.items() if part in called), DEFAULT)
     try:
         machine = Hardware.parse(name)
         train = config.train

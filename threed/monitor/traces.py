@@ -100,7 +100,7 @@ class TraceWriter:
 
     def _add_costs(self, cold: bool, costs: Costs) -> None:
         """Running means, over all processes of the run that ran the same plan."""
-        from threed.monitor.measure import device_name  # torch
+        from threed.devices import device_of
 
         if not self._steps and self._costs_path.exists():
             with contextlib.suppress(InputError):  # damaged: measured anew
@@ -116,7 +116,7 @@ class TraceWriter:
         for key, seconds in costs.items():
             self._sums[key] = self._sums.get(key, 0.0) + seconds
         save_costs(self._costs_path, {key: total / self._steps for key, total in self._sums.items()},
-                   self._plan.digest, self._steps, device_name(self._comm.device))
+                   self._plan.digest, self._steps, device_of(self._comm.device).name())
 
 
 @dataclass

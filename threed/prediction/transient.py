@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from threed.comm.group import Comm, initialized
+from threed.comm.group import Comm
+from threed.comm.process import initialized
 from threed.features.pipeline.run import PipelineRun, built
 from threed.models.measure import silent_groups, weight_of
 from threed.models.tiling import layers_of, share_of, together

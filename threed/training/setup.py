@@ -22,15 +22,17 @@ from threed.base.version import __version__
 from threed.checkpoint.choose import begin_lineage
 from threed.checkpoint.load import Resumed, resume
 from threed.checkpoint.save import tidy
-from threed.comm.group import Comm, ProcessComm
+from threed.comm.group import Comm
+from threed.comm.process import ProcessComm
 from threed.config import validate
 from threed.data.identity import identity
 from threed.data.mix import open_splits, report
 from threed.data.prompts import keep_tokenizer
 from threed.data.tokens import Prepared, prepare
+from threed.devices import device_of, pick
 from threed.engine import shared
 from threed.engine.connect import warm
-from threed.engine.device import attention, compiles, pick_device, set_up, shortcomings
+from threed.engine.device import attention, compiles, set_up, shortcomings
 from threed.engine.engine import Engine
 from threed.engine.gpu import hosts, stay_beside
 from threed.engine.loopback import channel_pairs
@@ -75,7 +77,7 @@ def train(job: Job, local_rank: int, requests: Requests, watch: Watch, store: An
     """
     config = job.config
     set_up(config)
-    comm, plan = connect(config, watch, pick_device(config, local_rank), store)
+    comm, plan = connect(config, watch, pick(config.run.device, local_rank), store)
     looks = local_rank == 0  # at shared files, for its host
     prepared = _share_data(job, watch, comm, requests, store, looks)
     data = open_splits(config, prepared)
@@ -144,7 +146,7 @@ def connect(config: Config, watch: Watch, device: torch.device, store: Any,
         _agree(comm, config, plan.digest)
     with watch.phase("connect pipeline positions"):
         comm.open_channels(channel_pairs(plan))
-        if device.type == "cuda":
+        if device_of(device).backend != "gloo":
             warm(comm)
     return comm, plan
 

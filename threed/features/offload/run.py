@@ -9,6 +9,7 @@ import torch
 
 from threed.comm.group import Comm
 from threed.comm.lanes import Job, copy
+from threed.devices import device_of
 from threed.program.buffers import Buffers
 from threed.program.instruction import Instruction, Op, Slot, Tier
 from threed.program.slots import Slots
@@ -34,7 +35,8 @@ class OffloadRun:
     def __init__(self, comm: Comm, table: Table, buffers: Buffers, dtype: torch.dtype,
                  states: Mapping[int, Offloaded]):
         self.comm, self.table, self.states = comm, table, states
-        self.kept = Pool(buffers.host_kept, dtype, torch.device("cpu"), pinned=comm.device.type == "cuda")
+        self.kept = Pool(buffers.host_kept, dtype, torch.device("cpu"),
+                         pinned=device_of(comm.device).asynchronous)
         self.handlers: dict[Op, Callable[[Instruction, Slots], Job | None]] = {Op.OFFLOAD: self.offload,
                                                                                Op.FETCH: self.fetch}
 

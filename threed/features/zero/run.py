@@ -13,6 +13,7 @@ from threed.base.errors import RunError
 from threed.base.mesh import GROUPS, axes_of
 from threed.comm.group import Comm, Group
 from threed.comm.lanes import Job
+from threed.devices import device_of
 from threed.features.zero.shard import counts
 from threed.features.zero.state import Reduced, UnitState, not_none
 from threed.models.tiling import share_of
@@ -201,10 +202,10 @@ class ZeroRun:
         counts by itself, and what]."""
         numbers = torch.zeros(6, dtype=torch.float64, device=self.comm.device)
         if instruction.gradients != "none":
-            if self.comm.device.type == "cuda" and any(state.host_grad is not None
-                                                       for state in self.stepped.values()):
+            device = device_of(self.comm.device)
+            if device.asynchronous and any(state.host_grad is not None for state in self.stepped.values()):
                 # The stream waits for the copies to the host, and the host reads them now.
-                torch.cuda.current_stream().synchronize()
+                device.current_stream().synchronize()
             here = self.comm.here
             for state in self.stepped.values():
                 for segment in state.layout.segments_of(state.index):

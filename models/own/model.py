@@ -133,7 +133,7 @@ class _Chain:
         source = index
         if tied is not None and index:  # the first layer makes it
             source, path = 0, self.specs[0].ties.get(tied) or path
-        return Parameter(name, shape, tied=tied is not None, made=partial(self.initial, source, path))
+        return Parameter(name, shape, tied=tied is not None, init=partial(self.initial, source, path))
 
     def _check_ties(self) -> None:
         shapes: dict[str, tuple[int, ...]] = {}

@@ -92,7 +92,7 @@ def texts(config: Config, folder: Path) -> Any:
         trainer: Any = SimpleNamespace(
             config=config, rank=comm.rank, comm=comm, engine=Engine(config, made, comm), tokenizer=tokenizer,
             watch=SimpleNamespace(phase=lambda text: nullcontext()),
-            meter=SimpleNamespace(apart=nullcontext),
+            meter=SimpleNamespace(excluded=nullcontext),
             log=SimpleNamespace(texts=lambda step, rows: written.append((step, rows))))
         callback: Any = Writing()
         callback.on_start(trainer)

@@ -81,7 +81,7 @@ class Meter:
     _sent: dict[str, int] = field(default_factory=dict)
     _predicted: list[float] | None = None
     _spent_s: float = 0.0
-    _apart_s: float = 0.0  # since the last metrics
+    _excluded_s: float = 0.0  # since the last metrics
     _since: float | None = None  # the last lap
     _last: tuple[Trace, float] | None = None  # the step before, and its time
     _stream: Any = None
@@ -98,12 +98,12 @@ class Meter:
             self._since = time.monotonic()
 
     @contextmanager
-    def apart(self) -> Iterator[None]:
+    def excluded(self) -> Iterator[None]:
         """The time in this context does not count as that of a step."""
         begin = time.monotonic()
         yield
         taken_s = time.monotonic() - begin
-        self._apart_s += taken_s
+        self._excluded_s += taken_s
         if self._since is not None:
             self._since += taken_s
 
@@ -171,8 +171,8 @@ class Meter:
         values |= {f"comm/bytes_{axis}": float(step.column(f"sent_{axis}").sum()) for axis in AXES}
         values |= self.stragglers.look({what: step.column(what) for what in WORK})
         values["memory/peak_bytes"] = float(step.column("memory").max())
-        if self._apart_s:
-            values["perf/apart_s"], self._apart_s = self._apart_s, 0.0
+        if self._excluded_s:
+            values["perf/apart_s"], self._excluded_s = self._excluded_s, 0.0
         return values
 
     @cached_property

@@ -105,16 +105,16 @@ def _beside(when: Walk, position: int, links: Links, waits: bool) -> list[float]
 
 
 def _union(when: Walk, position: int, links: Links, waits: bool) -> Sequence[tuple[float, float]]:
-    """The times in which a position communicates, in order and apart."""
+    """The times in which a position communicates, in order, merged where they overlap."""
     forms = {form for form in dict.fromkeys(links.forms)
              if form.effect.lane == _COLLECTIVES or (waits and form.item.op in MESSAGES)}
     spans = sorted((start, end) for start, end, form in
                    zip(when.start[position], when.end[position], links.forms, strict=True)
                    if form in forms and end > start) if forms else []
-    apart: list[tuple[float, float]] = []
+    merged: list[tuple[float, float]] = []
     for start, end in spans:
-        if apart and start <= apart[-1][1]:
-            apart[-1] = apart[-1][0], max(end, apart[-1][1])
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(end, merged[-1][1])
         else:
-            apart.append((start, end))
-    return apart
+            merged.append((start, end))
+    return merged

@@ -268,7 +268,7 @@ class ColumnParallelLinear(megatron.ColumnParallelLinear):
     def forward(self, x: torch.Tensor,  # pyright: ignore[reportIncompatibleMethodOverride]
                 added: Sequence[tuple[Any, ...]] = ()) -> torch.Tensor:
         """`added`: adapters, as Factors."""
-        rest, matrices = adapters.apart(added)
+        rest, matrices = adapters.separated(added)
         return _Column.apply(x, self.weight, self.bias, self, rest, *matrices)  # pyright: ignore
 
 
@@ -285,7 +285,7 @@ class RowParallelLinear(megatron.RowParallelLinear):
     def forward(self, x: torch.Tensor,  # pyright: ignore[reportIncompatibleMethodOverride]
                 added: Sequence[tuple[Any, ...]] = ()) -> torch.Tensor:
         """`added`: adapters, as Factors."""
-        rest, matrices = adapters.apart(added)
+        rest, matrices = adapters.separated(added)
         output = _Row.apply(x, self.weight, self, rest, *matrices)
         return output if self.bias is None else output + self.bias  # pyright: ignore
 

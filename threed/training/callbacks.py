@@ -121,7 +121,7 @@ class Evaluation(Callback):
     def on_step_end(self, trainer: Trainer, step: Step) -> None:
         every = trainer.config.train.eval_every
         if every and step.number % every == 0:
-            with trainer.meter.apart():
+            with trainer.meter.excluded():
                 step.metrics["val/loss"] = self._evaluate(trainer)
 
     def _evaluate(self, trainer: Trainer) -> float:
@@ -160,7 +160,7 @@ class Writing(Callback):
         train = trainer.config.train
         if not train.sample_every or step.number % train.sample_every:
             return
-        with trainer.meter.apart():
+        with trainer.meter.excluded():
             texts = self.writer.write(self.prompts, Sampling(train.sample_tokens, train.sample_temperature,
                                                              seed=train.seed))
         if trainer.log:

@@ -139,7 +139,7 @@ class Trainer:
         verify = bool(every) and number % every == 0
         rehearsal = None
         if verify:
-            with self.meter.apart():
+            with self.meter.excluded():
                 rehearsal = self.verifier.rehearse(batch)
         self.meter.begin()
         clipped, trace = (self.verifier.step if verify else self.engine.train_step)(batch)

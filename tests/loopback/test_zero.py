@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.harness import SIXTEEN, Ranks, assert_contract, assert_parity, loopback, same_bits, tiny
+from threed.devices.cpu import Cpu
 from threed.optim import native
 from threed.optim import step as optimizer
 from threed.optim.base import Update, View
@@ -204,7 +205,7 @@ def test_a_step_in_chunks(name, dtype, grad_dtype, scale, monkeypatch):
     monkeypatch.setattr(native, "ADAMW", None)  # as without a C compiler
 
     def step(chunk: int) -> tuple[torch.Tensor, ...]:
-        monkeypatch.setitem(optimizer.CHUNK, "cpu", chunk)
+        monkeypatch.setattr(Cpu, "chunk", chunk)
         generator = torch.Generator().manual_seed(0)
         weight, grad, first, second = (torch.randn(1000, generator=generator) for _ in range(4))
         weight, grad = weight.to(dtype), grad.to(grad_dtype)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
+import torch
 
 from threed.base.errors import InputError
 from threed.base.quantity import many, parse_seconds, show_left_s
@@ -98,7 +97,7 @@ def test_a_long_step_is_predicted():
     from threed.api import plans as api
     from threed.monitor.banner import predicted_s, step_line
 
-    cpu: Any = SimpleNamespace(type="cpu")
+    cpu = torch.device("cpu")
     config = load("configs/gpt2-small.yaml", ["parallel.dp=1"])
     found = predicted_s(config, api.plan(config), cpu)
     assert found is not None

@@ -51,9 +51,9 @@ def measure(rank: int, task: CalibrationTask, pipe: Any) -> int:
         torch.set_num_threads(max(1, machine.processors // machine.ranks))
     set_up(Config())  # streams, queues and kernels as a run has them
     context = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
-    device = pick(machine.device, rank)
-    stay_beside(device)
     try:
+        device = pick(machine.device, rank)
+        stay_beside(device)
         comm = ProcessComm(mesh_of(machine.ranks), rank, device, TIMEOUT_S,
                            file_store(task.store, machine.ranks))
         measured = _measure(comm, task, pipe)
@@ -67,7 +67,7 @@ def measure(rank: int, task: CalibrationTask, pipe: Any) -> int:
 
 
 def _measure(comm: ProcessComm, task: CalibrationTask, pipe: Any) -> RankPoints:
-    measured, compute, gpus = RankPoints(), Compute(task.grid, comm.device), task.machine.gpus
+    measured, compute, gpus = RankPoints(), Compute(task.grid, comm.device), task.machine.on_gpus
     device = device_of(comm.device)
     computed, rates = measured.computed, measured.rates
     if gpus:

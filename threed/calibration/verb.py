@@ -66,7 +66,7 @@ def _kind(device: str) -> tuple[str, int]:
 def _check(output: Path, folder: Path, machine: Machine, gpus: int) -> None:
     if machine.ranks < 1:
         raise InputError(f"--ranks {machine.ranks}: give at least 1")
-    if machine.gpus and machine.ranks > gpus:
+    if machine.on_gpus and machine.ranks > gpus:
         raise InputError(f"--ranks {machine.ranks}: there are {gpus} GPUs; give as many, or use --device cpu")
     if output.is_dir() or not os.access(output.parent, os.W_OK):
         raise InputError(f"-o {output}: no file can be written there; give a file in a folder that exists "

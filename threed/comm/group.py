@@ -24,7 +24,6 @@ from threed.devices import device_of
 
 HOST_LANES = ("host", "read", "write")  # threads, whatever the device
 COPY_LANES = ("d2h", "h2d")
-FEW_BYTES = 256  # what is all-reduced on CPU by sending it to everybody; counted as other all-reduces are
 
 
 class Group(ABC):

@@ -66,7 +66,7 @@ AT_LEAST = {  # key: least value
 }
 # What others call a value.
 _SAID = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32",
-         "adam": "adamw", "rope": "rotary", "learned_absolute": "learned", "silu": "swiglu", 
+         "adam": "adamw", "rope": "rotary", "learned_absolute": "learned", "silu": "swiglu",
          "gpu": devices.ACCELERATORS[0], "interleaved1f1b": "interleaved", "zbvzerobubble": "zb-v",
          "dualpipev": "dualpipe-v", "loopedbfs": "breadth-first"}
 ABOVE_ZERO = ("model.norm_eps", "model.rope_theta", "model.lora_alpha", "monitor.peak_tflops",

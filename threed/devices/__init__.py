@@ -2,8 +2,9 @@
 memory, the backend of collectives, figures of memory.
 
 `device_of(torch_device)` is its `Device`. Another accelerator is one file like `cuda`, and a row of KINDS; no
-other folder names a kind of accelerator. Begin with `device` (what each of them answers), then `cpu` and
-`cuda`. `settings` are torch's for a whole process; `forks` asks what a forked process can do with torch.
+other folder decides by its name. Begin with `device` (what each of them answers), then `cpu` and
+`cuda`. `settings` are torch's for a whole process (all kinds at once: each reads its own variables); `forks`
+asks what a forked process can do with torch.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def pick(wanted: str, local_rank: int) -> torch.device:
 
     kind = next((name for name in _accelerators(wanted) if kind_of(name).available()), None)
     if kind is None and wanted in ACCELERATORS:
-        raise InputError(missing("run.device=", wanted))
+        raise InputError(missing(wanted))
     if kind is None:
         return torch.device("cpu")
     count = kind_of(kind).count()
@@ -69,9 +70,9 @@ def started() -> bool:
     return any(kind_of(name).started() for name in ACCELERATORS)
 
 
-def missing(option: str, kind: str) -> str:
-    """The message where an accelerator was asked for, and there is none."""
-    return f"{option}{kind}, but torch sees no GPU here; use {option}auto or cpu"
+def missing(kind: str) -> str:
+    """The message where a config asks for an accelerator, and there is none."""
+    return f"run.device={kind}, but torch sees no GPU here; use run.device=auto or cpu"
 
 
 def _accelerators(wanted: str) -> tuple[str, ...]:

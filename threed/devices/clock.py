@@ -1,5 +1,5 @@
 """Clocks: a mark is a point in time of the work, taken from the host's clock on a CPU and by an event in the
-stream on a GPU.
+stream on a GPU (`cuda`).
 
 A mark on a GPU costs the host a microsecond and never makes it wait. The marks of a program are read once,
 when somebody asks: the host need not wait for the program's end.

@@ -24,6 +24,7 @@ class Device(ABC):
     backend: ClassVar[str]
     triton: ClassVar[bool]  # torch compiles for it with triton, and threed has kernels in triton
     rms_norm: ClassVar[bool]  # torch has a kernel for RMSNorm, where its version has one
+    varlen: ClassVar[bool]  # the same of attention for sequences of varying length
     dtype: ClassVar[torch.dtype]  # in which it is fastest
     chunk: ClassVar[int]  # elements that an optimizer's step converts at a time, where tensors have 16 bits
     visible: ClassVar[str] = ""  # the variable that says which devices of a machine a process sees

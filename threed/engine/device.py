@@ -1,4 +1,4 @@
-"""The device of a rank, and the settings of torch that hold for its whole process."""
+"""What attention and compilers can do on a rank's device, and the settings of its process."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _has_varlen(config: Config, device: torch.device) -> bool:
     """Whether one kernel of flash attention does all documents here. It may run where torch would choose
     another kernel for sequences without documents."""
     model, dtype = config.model, DTYPES[config.precision.dtype]
-    if not config.data.document_mask or not device_of(device).asynchronous or model.attention_dropout > 0:
+    if not config.data.document_mask or not device_of(device).varlen or model.attention_dropout > 0:
         return False
     flash = config.run.attention_backend in ("auto", "flash")
     return flash and varlen_call(device, dtype, model.head_size, model.heads > model.num_kv_heads) is not None
@@ -82,7 +82,7 @@ def _has_varlen(config: Config, device: torch.device) -> bool:
 
 def shortcomings(config: Config, device: torch.device) -> list[str]:
     """What this version of torch, or this device, makes slower, larger or less exact than it could be."""
-    if device.type == "cpu":
+    if not device_of(device).asynchronous:
         return []
     chosen, lines, precision = attention(config, device), [], config.precision
     plain = config.model.attention_dropout == 0 and not config.model.own_layers

@@ -203,7 +203,7 @@ def check_gpus(device: str, ranks: int) -> None:
     for GPUs, or allows them. Errors also as from `Device.for_forks`."""
     _, gpus = devices.for_forks(device)
     if device in devices.ACCELERATORS and not gpus:
-        raise InputError(devices.missing("run.device=", device))
+        raise InputError(devices.missing(device))
     if 0 < gpus < ranks:
         raise InputError(f"{ranks} ranks would start on this machine, and each takes a GPU, but it has "
                          f"{gpus}: lower parallel.dp, tp or pp, whose product is the number of ranks, or use "

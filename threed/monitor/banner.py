@@ -36,8 +36,8 @@ def predicted_s(config: Config, plan: Plan, device: torch.device) -> tuple[float
     """Seconds of a step on the hardware that a device is most like, as `threed predict` has it, and the
     hardware's name. None where a step is surely short, or cannot be predicted."""
     name = OF_CPUS
-    if device.type != "cpu":
-        called = device_of(device).name()
+    if (known := device_of(device)).kind != "cpu":
+        called = known.name()
         name = next((board for part, board in BOARDS.items() if part in called), DEFAULT)
     try:
         machine = Hardware.parse(name)

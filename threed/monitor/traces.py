@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from threed.base.errors import InputError
 from threed.base.mesh import AXES, Coordinate
 from threed.base.quantity import many
+from threed.devices import device_of
 from threed.monitor.lines import cut
 from threed.program.costs import FILE as COSTS
 from threed.program.costs import read_costs, save_costs
@@ -100,8 +101,6 @@ class TraceWriter:
 
     def _add_costs(self, cold: bool, costs: Costs) -> None:
         """Running means, over all processes of the run that ran the same plan."""
-        from threed.devices import device_of
-
         if not self._steps and self._costs_path.exists():
             with contextlib.suppress(InputError):  # damaged: measured anew
                 means, digest, steps = read_costs(self._costs_path)

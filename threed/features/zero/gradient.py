@@ -56,9 +56,11 @@ SUMMED = _Reduction.of(_IN_POOL, {**_FIRST, Reduced.SHARD: Reduced.SHARD})  # fr
 STREAMED = _Reduction.of(_IN_POOL, {**_FIRST, Reduced.HOST: Reduced.BOTH})  # (Table.streams)
 SUM_PARTS = Transition("REDUCE", _STAYS)  # before the shard group
 SUM_COPIES = Transition("REDUCE", {each: each for each in (Reduced.SHARD, Reduced.BOTH)})  # after it
+# where the optimizer steps on the device, and where it steps on the host
+CLIP = Transition("CLIP", {Reduced.SHARD: Reduced.CLIPPED})
+CLIP_ON_HOST = Transition("CLIP", {Reduced.HOST: Reduced.CLIPPED})
+STAYS = Transition[Reduced]("OFFLOAD", {})
 OFFLOAD = Transition("OFFLOAD", {Reduced.SHARD: Reduced.HOST, Reduced.BOTH: Reduced.HOST})
-CLIP = {tier: Transition("CLIP", {Reduced.SHARD if tier == Tier.DEVICE else Reduced.HOST: Reduced.CLIPPED})
-        for tier in Tier}  # by the tier of the optimizer state
 STEP, WAIT, DROP = (Transition(name, {Reduced.CLIPPED: Reduced.NOTHING})
                     for name in ("STEP", "the wait for STEP", "the drop"))
 
@@ -105,6 +107,7 @@ class Gradient:
             self.waiting = storage.on_host(part.count, dtype)
         self.reduced = Reduced.NOTHING
         self._reduction = STREAMED if self._streams else SUMMED if self._in_pool else IN_PLACE
+        self._offload, self._clip = (OFFLOAD, CLIP_ON_HOST) if self.away else (STAYS, CLIP)
         # parameters of which the whole gradient has none yet
         self._unwritten = set(range(len(part.layout.placed)))
         for number, parameter in enumerate(parameters if part.unit.trains else ()):
@@ -193,7 +196,7 @@ class Gradient:
 
     def offload(self) -> Job:
         """Move the reduced gradient to the host, where it adds to what was reduced before in this step."""
-        before, self.reduced = self.reduced, OFFLOAD(self.reduced, self._what)
+        before, self.reduced = self.reduced, self._offload(self.reduced, self._what)
         shard, host = self.shard, self.host
         if self._streams:
             self.storage.gshards.give(shard)
@@ -205,7 +208,7 @@ class Gradient:
 
     def clip(self) -> None:
         """It is complete: the next reduction belongs to the next step."""
-        self.reduced = CLIP[self.part.unit.state_home](self.reduced, self._what)
+        self.reduced = self._clip(self.reduced, self._what)
 
     def step(self) -> torch.Tensor:
         """Its values are applied: after this STEP they are not read again."""

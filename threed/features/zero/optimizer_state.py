@@ -17,7 +17,7 @@ from threed.tensor.precision import DTYPES, has_bits_of
 # Of state that has its home on disk; state that has it elsewhere stays there.
 FETCH = Transition("FETCH", {Tier.DISK: Tier.HOST})
 OFFLOAD = Transition("OFFLOAD", {Tier.HOST: Tier.DISK})
-STAYS = Transition[Tier]("a move", {})
+STAYS = Transition[Tier]("FETCH or OFFLOAD", {})
 
 
 class OptimizerState:

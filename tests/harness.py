@@ -201,7 +201,9 @@ def drive(config: Config, engine: Engine, comm: Comm, steps: int,
     def after(instruction, slots):
         if instruction.op == Op.CLIP:
             for unit, state in engine.zero.stepped.items():
-                gradient = state.gradient_prev if instruction.gradients == "wait" else state.gradient
+                unit_gradient = state.gradient
+                gradient = (unit_gradient.waiting if instruction.gradients == "wait"
+                            else unit_gradient.values)
                 grads[unit] = (gradient.float() / scale / share(slots.get(Slot("scale")))).cpu()
 
     def share(clipped: Any) -> float:  # by which STEP divides, where a loss counts by itself
@@ -214,8 +216,8 @@ def drive(config: Config, engine: Engine, comm: Comm, steps: int,
         norms.append(clipped.grad_norm)
         engine.after = None
     # (from here, on a GPU, because another thread's stream would not wait for this one's)
-    weights = {unit: torch.clone(state.weights).cpu() for unit, state in engine.states.items()}
-    places = {unit: (state.owned, state.layout) for unit, state in engine.states.items()}
+    weights = {unit: torch.clone(state.optimizer_state.master).cpu() for unit, state in engine.states.items()}
+    places = {unit: (state.part.owned, state.part.layout) for unit, state in engine.states.items()}
     sent, evaluated = dict(comm.sent), None
     if "evaluate" in engine.plan.programs:
         evaluated = engine.run("evaluate", data(config, comm, steps, train=False))[0].loss

@@ -12,8 +12,8 @@ from threed.comm.lanes import DONE, Handle, OnStream
 from threed.devices.cpu import Cpu
 from threed.engine import underway
 from threed.features.offload import run as offload
+from threed.features.zero import gradient, weights
 from threed.features.zero import run as zero
-from threed.features.zero import state
 from threed.schema import Config
 
 
@@ -41,7 +41,7 @@ def memory_of_copies_is_not_held() -> None:
     def copy(into: torch.Tensor, of: torch.Tensor) -> None:
         into.copy_(of, non_blocking=True)  # without record_stream
 
-    offload.copy = state.copy = copy
+    offload.copy = weights.copy = gradient.copy = copy
 
 
 def clip_does_not_wait_for_gradients_on_the_host() -> None:

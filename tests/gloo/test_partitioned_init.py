@@ -19,7 +19,7 @@ from threed.comm.group import Comm
 from threed.comm.process import ProcessComm
 from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
-from threed.features.zero.state import UnitState
+from threed.features.zero.units import UnitState
 from threed.planner import layouts, make_mesh, make_plan
 from threed.program.summary import fixed_bytes, stages
 from threed.schema import Config
@@ -60,7 +60,7 @@ def test_one_parameter_at_a_time(others, monkeypatch):
     def watched(state: UnitState, *args) -> None:
         with Most() as alive:
             fill(state, *args)
-        assert alive.most < largest, f"{alive.most} bytes at a time for unit {state.number}"
+        assert alive.most < largest, f"{alive.most} bytes at a time for unit {state.part.number}"
 
     monkeypatch.setattr(UnitState, "fill", watched)
 

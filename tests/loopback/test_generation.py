@@ -20,6 +20,7 @@ from threed.data.sampling import Sampling
 from threed.data.tokenizer import load
 from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
+from threed.features.zero.gradient import Accumulated
 from threed.models.layers.base import Out
 from threed.planner import forward_plan, make_mesh, make_plan
 from threed.program.table import GENERATE, Plan
@@ -144,7 +145,8 @@ def test_ranks_that_train_nothing_have_no_gradients():
 
     def work(comm: Comm) -> bool:
         states = Engine(config, plan, comm).states.values()
-        return all(state.grad is None and state.gshard is None and not state.buffers for state in states)
+        return all(state.gradient.accumulated is Accumulated.NOTHING and not state.gradient.shard.numel()
+                   and not state.optimizer_state.buffers for state in states)
 
     assert run_loopback(plan, make_mesh(config), work) == [True]
 

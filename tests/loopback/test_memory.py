@@ -122,8 +122,7 @@ def test_bytes_alive(name):
     for address in storages(before):
         left.pop(address, None)
     for rank, engine in enumerate(engines):
-        shared = reach([engine.states[p].storage.params for p in engine.states] + [
-            engine.states[p].storage.grads for p in engine.states]) | reach(engine.zero._staging)
+        shared = reach([engine.storage.params, engine.storage.grads]) | reach(engine.zero._staging)
         assert sum(shared.values()) == buffers(plan, mesh.coordinate(rank).position).bytes(plan.table)
         own = {address: size for address, size in reach(engine).items() if address not in shared}
         modules = [layer for layers in engine.pipeline.layers.values() for layer in layers]

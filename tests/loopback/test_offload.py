@@ -225,7 +225,7 @@ def test_a_skipped_step_changes_nothing(tier, tmp_path):
         def look() -> tuple[float, list[torch.Tensor]]:
             evaluated = engine.run("evaluate", batches(config, comm, 9, train=False))[0].loss
             return evaluated, [torch.clone(part) for state in engine.states.values() for part in (
-                state.weights, state.buffers["exp_avg"], state.buffers["exp_avg_sq"])]
+                state.optimizer_state.master, *state.optimizer_state.buffers.values())]
 
         loss, before = look()
         assert not any(engine.train_step(batches(config, comm, step))[0].finite for step in range(2))
@@ -336,9 +336,9 @@ def test_a_skipped_delayed_step(tmp_path):
     def work(comm: Comm) -> list[tuple[bool, bool, int]]:
         engine, seen = Engine(config, plan, comm), []
         for step in range(20):
-            before = [torch.clone(state.weights) for state in engine.states.values()]
+            before = [torch.clone(state.optimizer_state.master) for state in engine.states.values()]
             clipped, _ = engine.train_step(batches(config, comm, step))
-            moved = any(not weights.equal(state.weights)
+            moved = any(not weights.equal(state.optimizer_state.master)
                         for weights, state in zip(before, engine.states.values(), strict=True))
             seen.append((clipped.finite, moved, engine.zero.updates))
         return seen

@@ -20,7 +20,7 @@ from threed.comm.group import Comm
 from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
 from threed.features.offload.run import OffloadRun
-from threed.features.zero.state import UnitState
+from threed.features.zero.units import UnitState
 from threed.planner import make_mesh, make_plan
 from threed.program.instruction import Op
 from threed.program.summary import stages
@@ -59,21 +59,22 @@ def by_tier(engine: Engine) -> dict[str, Storages]:
                          engine.zero._staging],
         "host_bytes": [shared.host_weights, shared.host_states, kept(engine), *(
             thing for state in states for thing in on_host(state))],
-        "parameter_bytes": [thing for state in states if state.unit.weight_home == "device"
-                            for thing in [state.param if state.unit.whole else state.pshard]],
-        "gradient_bytes": [thing for state in states if not state.storage.table.streams(state.number)
-                           for thing in [state.grad if state.storage.table.zero.stage < 2 else state.gshard]],
-        "optimizer_bytes": [thing for state in states if state.unit.state_home == "device"
-                            for thing in (state.master, state.buffers)]}
+        "parameter_bytes": [state.weights.at_home for state in states
+                            if state.part.unit.weight_home == "device"],
+        "gradient_bytes": [state.gradient.shard for state in states
+                           if not shared.table.streams(state.part.number)],
+        "optimizer_bytes": [thing for state in states if state.part.unit.state_home == "device"
+                            for thing in (state.optimizer_state._master, state.optimizer_state.buffers)]}
     return {name: reach(things) for name, things in of.items()}
 
 
 def on_host(state: UnitState) -> Iterable:
-    yield from (state.host_grad, state.host_prev)
-    if state.unit.weight_home == "host":
-        yield state.pshard
-    if state.unit.state_home == "host":
-        yield state.state_buffer
+    gradient, unit = state.gradient, state.part.unit
+    yield from (*[gradient.host] * gradient.away, *[gradient.waiting] * gradient.delayed)
+    if unit.weight_home == "host":
+        yield state.weights.at_home
+    if unit.state_home == "host":
+        yield state.optimizer_state.memory
 
 
 def kept(engine: Engine):
@@ -120,9 +121,9 @@ def test_bytes_alive(name, tmp_path):
         assert sum(file.st_size for file in on_disk) == planned
         assert sum(file.st_blocks * 512 for file in on_disk) == planned, "not allocated"
         for state in engine.states.values():  # a file that is looked at is no memory
-            if state.unit.state_home == "disk":
-                assert state.state_buffer is None
-                left.pop(state.buffers["exp_avg"].untyped_storage().data_ptr())
+            if state.part.unit.state_home == "disk":
+                assert state.optimizer_state.tier == "disk"
+                left.pop(state.optimizer_state.memory.untyped_storage().data_ptr())
         small = {address: left.pop(address) for address in reach(engine).keys() & left.keys()}
         assert sum(small.values()) < 0.001 * sum(map(row.__getitem__, KINDS)), "nobody said what this is"
         engine.close()

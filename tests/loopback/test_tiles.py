@@ -167,9 +167,10 @@ def go_on(config: Config, steps: int, path: Path | None = None) -> tuple[Ranks, 
         saver.begin({"samples": 0, "skipped": 0, "wandb_id": None})
         outcome = saver.drain()
         assert outcome is not None and outcome.problem is None
-        state = {unit: torch.clone(each.weights) for unit, each in engine.states.items()}
-        places = {unit: (each.owned, each.layout) for unit, each in engine.states.items()}
-        moments = {unit: torch.clone(each.buffers["exp_avg"]) for unit, each in engine.states.items()}
+        state = {unit: torch.clone(each.optimizer_state.master) for unit, each in engine.states.items()}
+        places = {unit: (each.part.owned, each.part.layout) for unit, each in engine.states.items()}
+        moments = {unit: torch.clone(each.optimizer_state.buffers["exp_avg"])
+                   for unit, each in engine.states.items()}
         losses, norms = [clipped.loss for clipped in done], [clipped.grad_norm for clipped in done]
         return losses, norms, moments, state, places, comm.here, {}, outcome.path
 

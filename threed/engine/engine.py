@@ -25,8 +25,8 @@ from threed.features.activation.run import ActivationRun
 from threed.features.offload.run import OffloadRun
 from threed.features.pipeline.run import PipelineRun, built
 from threed.features.zero.run import Clipped, ZeroRun
-from threed.features.zero.states import make_states, places
 from threed.features.zero.storage import Storage
+from threed.features.zero.units import make_states, places
 from threed.planner import layouts
 from threed.program.buffers import buffers
 from threed.program.check import describe
@@ -56,7 +56,8 @@ class Engine:
         self.storage = Storage.make(config, table, shared, comm, weight_grads)
         self.states = make_states(config, comm, layouts(config), self.storage, draw)
         self.zero = ZeroRun(config, comm, table, self.states, shared)
-        parameters = {name: p for state in self.states.values() for name, p in state.parameters.items()}
+        parameters = {name: p for state in self.states.values()
+                      for name, p in state.weights.parameters.items()}
         dtype = self.zero.precision.compute
         self.saving = SavingPolicy(config.pieces)
         activation = ActivationRun(comm, table, shared, dtype)

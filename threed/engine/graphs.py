@@ -27,7 +27,8 @@ from threed.comm.group import Group
 from threed.comm.lanes import Handle
 from threed.devices import device_of
 from threed.devices.device import GraphPiece, Recorder
-from threed.features.zero.state import UnitState
+from threed.features.zero.gradient import Gradient
+from threed.features.zero.units import UnitState
 from threed.program.graphs import PROGRAM, GraphKey, Turn
 from threed.tensor.context import Batch
 from threed.tensor.layers import WeightGrads
@@ -45,7 +46,7 @@ class _Record:
     steps: list[Callable[[], object]] = field(default_factory=list)
     inputs: list[torch.Tensor] = field(default_factory=list)
     outputs: list[torch.Tensor | None] = field(default_factory=list)
-    gradients: list[tuple[UnitState, int]] = field(default_factory=list)  # to which it adds, in order
+    gradients: list[tuple[Gradient, int]] = field(default_factory=list)  # to which it adds, in order
     memory: Any = None  # where its parameters and gradients were
     _piece: GraphPiece | None = None
 
@@ -123,7 +124,7 @@ class GraphRun:
         if turn is None:
             return body(*inputs)
         for unit in turn.grads:  # in the plan's order, not in autograd's
-            self.states[unit].room_for_grad()
+            self.states[unit].gradient.whole()
         record, kept = self._records.get(turn.key), None
         if record is not None:
             self._check(turn, record)
@@ -135,8 +136,8 @@ class GraphRun:
                 place.copy_(given)
         for step in record.steps:
             step()
-        for state, number in record.gradients:
-            state.into(number)
+        for gradient, number in record.gradients:
+            gradient.into(number)
         return outputs, kept
 
     def fixed(self, microbatch: int, batch: Batch) -> Batch:
@@ -195,8 +196,8 @@ class GraphRun:
 
     def _memory(self, turn: Turn) -> Any:
         """The addresses of parameters and gradients, and which gradients begin anew."""
-        params = [self.states[unit].whole_param().data_ptr() for unit in turn.params]
-        return params, [self.states[unit].grad_place() for unit in turn.grads]
+        params = [self.states[unit].weights.whole().data_ptr() for unit in turn.params]
+        return params, [self.states[unit].gradient.place() for unit in turn.grads]
 
     def _check(self, turn: Turn, record: _Record) -> None:
         if (memory := self._memory(turn)) != record.memory:

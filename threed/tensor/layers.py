@@ -74,7 +74,7 @@ class WeightGrads:
 
     def __init__(self) -> None:
         self.put_off: list[Callable[[], Any]] | None = None
-        # (state, number of a parameter) of each gradient that is added to, while a graph is recorded
+        # (a unit's gradient, number of the parameter) of each addition, while a graph is recorded
         self.taken: list[Any] | None = None
 
     def take(self, weight: torch.Tensor, grad: torch.Tensor,

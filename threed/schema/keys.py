@@ -49,9 +49,12 @@ class KeySpec:
     @property
     def text(self) -> str:
         """The meaning, and the choices with theirs."""
-        listed = " | ".join(f"{each} ({meaning})" if meaning else str(each) for each, meaning in (
-            self.choices.items() if _has_meanings(self.choices) else dict.fromkeys(self.choices).items()))
-        return ": ".join(filter(None, (self.doc, listed)))
+        meanings = self.choices if isinstance(self.choices, Mapping) else {}
+        listed = []
+        for each in self.choices:
+            meaning = meanings.get(each)
+            listed.append(f"{each} ({meaning})" if meaning and isinstance(meaning, str) else str(each))
+        return ": ".join(filter(None, (self.doc, " | ".join(listed))))
 
     def problems(self, key: str, value: Any) -> Iterator[Problem]:
         """What is wrong with a value, whatever the other keys are."""
@@ -97,7 +100,3 @@ def specs(kind: type) -> dict[str, KeySpec]:
         for name, leaf in getattr(base, "__dataclass_fields__", {}).items():
             told[name] = leaf.metadata.get("spec") or told.get(name) or KeySpec()
     return {leaf.name: told[leaf.name] for leaf in dataclasses.fields(kind)}
-
-
-def _has_meanings(choices: Collection[object]) -> bool:
-    return isinstance(choices, Mapping) and all(isinstance(each, str) for each in choices.values())

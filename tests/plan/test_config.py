@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import math
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -11,10 +13,12 @@ import pytest
 from threed.base.errors import ConfigError, InputError
 from threed.config import validate as subject
 from threed.config.load import for_devices, known_keys, leaves_dp, load
+from threed.config.unknown import UnknownKey
 from threed.config.validate import stage_runs, warnings
+from threed.config.values import check_values
 from threed.models.families.registry import sizes
 from threed.models.tiling import cut_layers
-from threed.schema import Config, ParallelConfig, keys_of
+from threed.schema import Config, KeySpec, ModelConfig, ParallelConfig, key, keys_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -22,6 +26,8 @@ ROOT = Path(__file__).parents[2]
 def refused(*overrides: str, world_size: int | None = None) -> list[str]:
     with pytest.raises(ConfigError) as caught:
         load(None, list(overrides), world_size)
+    sections = Config().to_dict()
+    assert all(each.section in sections or isinstance(each, UnknownKey) for each in caught.value.problems)
     lines = list(map(str, caught.value.problems))
     assert caught.value.status == 2 and all(line in str(caught.value) for line in lines)
     return lines
@@ -356,6 +362,28 @@ def test_overrides_win_and_the_last_wins(tmp_path):
     path.write_text("train: {steps: 5, seed: 7}\n")
     config = load(path, ["train.steps=6", "train.steps=7"])
     assert (config.train.steps, config.train.seed) == (7, 7)
+
+
+def test_a_family_that_gives_a_key_another_default():
+    """It keeps what is told of the key; a key of the family's own may tell its values, too."""
+    @dataclass
+    class Mine(ModelConfig):
+        norm: str = "rmsnorm"
+        window: int = key(4, "tokens that attention sees", least=1)
+        free: int = 3
+
+    told = keys_of(Mine)
+    assert told["model.norm"] == keys_of()["model.norm"] and told["model.free"] == KeySpec()
+    config = Config(Mine(norm="batchnorm", window=0, free=-1), ParallelConfig(dp=1))
+    assert list(map(str, check_values(config))) == [
+        "model.norm=batchnorm: must be one of layernorm, rmsnorm", "model.window=0: must be at least 1"]
+
+
+@pytest.mark.parametrize("value, said", [
+    (2, []), (0, ["=0: must be at least 1"]), (8, ["=8: must be less than 8"]), (None, []),
+    (math.nan, ["=nan: must be at least 1"]), (math.inf, ["=inf: must be finite", "=inf: must be less than 8"])])
+def test_bounds(value, said):
+    assert list(KeySpec(least=1, below=8).wrong(value)) == said
 
 
 def test_every_key_is_read():

@@ -67,12 +67,13 @@ def _check_sizes(config: Config) -> Iterator[Problem]:
     if model.heads % model.num_kv_heads:
         yield Problem.of("model.heads", f"={model.heads} is not divisible by model.kv_heads={model.kv_heads}")
     sizes = {"model.heads": model.heads, "model.kv_heads": model.num_kv_heads, "model.hidden": model.hidden,
-             "model.ffn_hidden": model.num_ffn_hidden, "the padded vocabulary": model.padded_vocab}
+             "model.ffn_hidden": model.num_ffn_hidden}
     for name, size in sizes.items():
         if size % tp and not (name == "model.kv_heads" and model.kv_heads is None):
-            fits = math.lcm(model.vocab_multiple, tp)
-            hint = f"; set model.vocab_multiple={fits}" if name == "the padded vocabulary" else ""
-            yield Problem.of(name, f"={size} is not divisible by parallel.tp={tp}{hint}")
+            yield Problem.of(name, f"={size} is not divisible by parallel.tp={tp}")
+    if model.padded_vocab % tp:
+        yield Problem("model.vocab_multiple", f"the padded vocabulary={model.padded_vocab} is not divisible by "
+                      f"parallel.tp={tp}; set model.vocab_multiple={math.lcm(model.vocab_multiple, tp)}")
     if config.parallel.sequence_parallel:
         if tp == 1:
             yield Problem.of("parallel.sequence_parallel", "=true needs parallel.tp > 1: tp splits the "

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 from threed.base.errors import Problem
 from threed.base.paths import of_mix
-from threed.schema import Config, keys_of
+from threed.schema import Config, KeySpec, ModelConfig, keys_of
 
 PATHS = {key: spec.path for key, spec in keys_of().items() if spec.path is not None}
 
@@ -17,8 +18,14 @@ def get(config: Config, key: str) -> Any:
 
 
 def check_values(config: Config) -> list[Problem]:
-    return [problem for key, spec in keys_of(type(config.model)).items()
-            for problem in spec.problems(key, get(config, key))]
+    return [Problem.of(key, text) for key, spec in _bounded(type(config.model))
+            for text in spec.wrong(get(config, key))]
+
+
+@lru_cache(8)
+def _bounded(model: type[ModelConfig]) -> list[tuple[str, KeySpec]]:
+    """The keys that may not have every value of their type."""
+    return [(key, spec) for key, spec in keys_of(model).items() if spec != KeySpec(spec.doc, path=spec.path)]
 
 
 def expand(values: dict[str, Any]) -> tuple[dict[str, Any], list[Problem]]:

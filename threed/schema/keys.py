@@ -15,8 +15,6 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, TypeVar
 
-from threed.base.errors import Problem
-
 T = TypeVar("T")
 # What others call a value.
 _SAID = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32",
@@ -33,7 +31,7 @@ class KeySpec:
         may add rows is read anew at each check.
     prefix: texts that begin with it are values besides the choices.
     least, above, below: bounds of a number, which must be finite then; `above` and `below` are no values.
-    check: yields what else is wrong with a value, each as what follows the key in the message.
+    check: yields what else is wrong with a value, as `wrong` does.
     path: expands `~` and `$NAME` in a value (`base.paths`).
     """
 
@@ -56,12 +54,8 @@ class KeySpec:
             listed.append(f"{each} ({meaning})" if meaning and isinstance(meaning, str) else str(each))
         return ": ".join(filter(None, (self.doc, " | ".join(listed))))
 
-    def problems(self, key: str, value: Any) -> Iterator[Problem]:
-        """What is wrong with a value, whatever the other keys are."""
-        for text in self._wrong(value):
-            yield Problem.of(key, text)
-
-    def _wrong(self, value: Any) -> Iterator[str]:
+    def wrong(self, value: Any) -> Iterator[str]:
+        """What is wrong with a value, whatever the other keys are: each as what follows the key."""
         if self.choices and value not in self.choices and not (
                 self.prefix and str(value).startswith(self.prefix)):
             yield f"={value}: must be one of {', '.join(map(str, self.choices))}{self._meant(str(value))}"

@@ -381,7 +381,8 @@ def test_a_family_that_gives_a_key_another_default():
 
 @pytest.mark.parametrize("value, said", [
     (2, []), (0, ["=0: must be at least 1"]), (8, ["=8: must be less than 8"]), (None, []),
-    (math.nan, ["=nan: must be at least 1"]), (math.inf, ["=inf: must be finite", "=inf: must be less than 8"])])
+    (math.nan, ["=nan: must be at least 1"]),
+    (math.inf, ["=inf: must be finite", "=inf: must be less than 8"])])
 def test_bounds(value, said):
     assert list(KeySpec(least=1, below=8).wrong(value)) == said
 

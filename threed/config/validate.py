@@ -72,8 +72,8 @@ def _check_sizes(config: Config) -> Iterator[Problem]:
         if size % tp and not (name == "model.kv_heads" and model.kv_heads is None):
             yield Problem.of(name, f"={size} is not divisible by parallel.tp={tp}")
     if model.padded_vocab % tp:
-        yield Problem("model.vocab_multiple", f"the padded vocabulary={model.padded_vocab} is not divisible by "
-                      f"parallel.tp={tp}; set model.vocab_multiple={math.lcm(model.vocab_multiple, tp)}")
+        yield Problem("model.vocab_multiple", f"the padded vocabulary={model.padded_vocab} is not divisible "
+                      f"by parallel.tp={tp}; set model.vocab_multiple={math.lcm(model.vocab_multiple, tp)}")
     if config.parallel.sequence_parallel:
         if tp == 1:
             yield Problem.of("parallel.sequence_parallel", "=true needs parallel.tp > 1: tp splits the "

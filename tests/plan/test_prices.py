@@ -180,7 +180,7 @@ def test_configs_are_refused_by_the_contract():
     with pytest.raises(ConfigError) as error:
         load("configs/toy.yaml", ["parallel.dp=4", "train.global_batch_size=32", "zero.stage=0",
                                   "zero.shard_size=2"])
-    assert error.value.problems == [contract.RULES[0].reason]
+    assert error.value.problems == [contract.RULES[0].problem]
 
 
 @pytest.mark.parametrize("overrides, said", [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -26,6 +27,19 @@ def parse_bytes(text: str | int) -> int:
     if match is None or scale is None:
         raise InputError(f"'{text}' is not an amount of bytes; write for example 512MiB, 1.5GiB or 2GB")
     return int(float(match.group(1)) * scale)
+
+
+def parse_limit(text: str) -> tuple[float | None, int | None]:
+    """A limit of activations. '2x' -> (2.0, None): times 1F1B's peak. '30GiB' -> (None, bytes)."""
+    if text.endswith("x"):
+        try:
+            times = float(text[:-1])
+        except ValueError:
+            times = -1.0
+        if not 0 < times < math.inf:
+            raise InputError(f"'{text}' is not a multiple of 1F1B's peak; write for example 1x or 1.5x")
+        return times, None
+    return None, parse_bytes(text)
 
 
 def parse_memory(text: str) -> int:

@@ -36,10 +36,11 @@ def keys(args: list[str], incomplete: str) -> list[str]:
 
 def choices(key: str) -> tuple[object, ...]:
     """The values of a key that has a few."""
-    from threed.config.choices import CHOICES
     from threed.models.families.registry import sizes
+    from threed.schema import keys_of
 
-    return tuple(sizes() if key == "model.name" else CHOICES.get(key, ()))
+    told = keys_of().get(key)
+    return tuple(sizes() if key == "model.name" else told.choices if told else ())
 
 
 def machines(incomplete: str) -> list[str]:
@@ -252,5 +253,5 @@ def documented(command: Callable[..., Any]) -> Callable[..., Any]:
 
 def error_document(error: ThreedError | str) -> dict[str, Any]:
     """What `--json` prints of an error."""
-    problems = error.problems if isinstance(error, ConfigError) else [str(error)]
+    problems = list(map(str, error.problems)) if isinstance(error, ConfigError) else [str(error)]
     return {"ok": False, "error": str(error), "problems": problems}

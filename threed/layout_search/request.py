@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import yaml
 
 from threed.base.errors import InputError
-from threed.config.choices import get
 from threed.config.load import given, of_values, uncombined
+from threed.config.values import get
 from threed.layout_search.layout import KEYS, Layout, changes, config_of
 from threed.models.families.registry import family_of
 from threed.schema import Config

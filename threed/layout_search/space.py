@@ -73,7 +73,8 @@ class Space:
             for cut in self._choices("sequence_parallel", (False, True) if tp > 1 else (False,)):
                 alone = Layout(tp, sequence_parallel=cut, tile_linears=self.fixed.get("tile_linears"))
                 if problems := validate(config_of(alone, self.base)):
-                    self._drop(NO_TILES if "tile_linears" in problems[0] else NO_SHAPE, problems[0])
+                    tiles = problems[0].key == "model.tile_linears"
+                    self._drop(NO_TILES if tiles else NO_SHAPE, str(problems[0]))
                     continue
                 for pp in self._choices("pp", _divisors(self.devices // tp)):
                     dp = self.devices // tp // pp

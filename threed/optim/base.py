@@ -11,10 +11,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
-from threed.schema import OptimizerConfig
-
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from threed.schema import OptimizerConfig
 
 BYTES = {"fp32": 4, "bf16": 2}
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from threed.base.errors import InputError
 from threed.base.mesh import GROUPS, Mesh, axes_of
 from threed.base.quantity import add_up
-from threed.config.validate import PIECES, stage_runs
+from threed.config.validate import stage_runs
 from threed.features.offload import plan as offload
 from threed.features.pipeline.parts import cut, settings
 from threed.features.zero import plan as zero
@@ -40,7 +40,7 @@ from threed.program.table import (
     gradient_kind,
 )
 from threed.schedules.split import split_stages
-from threed.schema import Config
+from threed.schema import PIECES, Config
 from threed.spec.parameter import SEQUENCE, Cost, Parameter, Share
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from threed.base.errors import InputError
-from threed.config.validate import parse_limit
+from threed.base.quantity import parse_limit
 from threed.features.pipeline.plan import communicate, expand
 from threed.program.check import check_programs
 from threed.program.instruction import COMPUTE, Instruction, Op

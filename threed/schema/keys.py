@@ -15,12 +15,14 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, TypeVar
 
+from threed.devices import ACCELERATORS
+
 T = TypeVar("T")
 # What others call a value.
 _SAID = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32",
-         "adam": "adamw", "rope": "rotary", "learned_absolute": "learned", "silu": "swiglu", "gpu": devices.ACCELERATORS[0],
-         "interleaved1f1b": "interleaved", "zbvzerobubble": "zb-v", "dualpipev": "dualpipe-v",
-         "loopedbfs": "breadth-first"}
+         "adam": "adamw", "rope": "rotary", "learned_absolute": "learned", "silu": "swiglu",
+         "gpu": ACCELERATORS[0], "interleaved1f1b": "interleaved", "zbvzerobubble": "zb-v",
+         "dualpipev": "dualpipe-v", "loopedbfs": "breadth-first"}
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from threed.engine.engine import Engine
 from threed.models.model import model_flops
 from threed.monitor.measure import peak_bytes
 from threed.planner import make_mesh, make_plan
+from threed.program.analysis import Analysis
 from threed.program.instruction import Op, Slot
 from threed.program.summary import fixed_bytes, stages
 from threed.program.table import Plan
@@ -130,7 +131,7 @@ def alone(config: Config) -> Iterator[Comm]:
 
 def planned_bytes(plan: Plan) -> int:
     """Bytes of the device that a plan needs."""
-    row = stages(plan)[0]
+    row = stages(Analysis(plan))[0]
     return fixed_bytes(row) + row["activation_peak_bytes"]
 
 

@@ -38,6 +38,7 @@ from threed.models.measure import SilentGroup
 from threed.monitor.measure import Meter
 from threed.monitor.traces import encode
 from threed.planner import make_plan
+from threed.program.analysis import Analysis
 from threed.program.trace import Trace
 from threed.schema import Config
 from threed.training import setup as assemble
@@ -130,7 +131,7 @@ def of_a_step(config: Config, plan: Any, comm: ProcessComm) -> dict[str, str]:
     times = [0.01 * index for index in range(count)]
     trace = Trace("train", 0.0, times, times, [at + 0.005 for at in times])
     trace.total_s = times[-1] + 1
-    meter = Meter(config, plan, comm)
+    meter = Meter(config, Analysis(plan), comm)
     meter.begin()
     before, begin = comm.sent["world"], time.thread_time()
     step = meter.exchange(trace, trace.total_s, (False, False), 1.0)

@@ -19,6 +19,7 @@ from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
 from threed.engine.underway import UnderWay
 from threed.planner import make_mesh, make_plan
+from threed.program.analysis import Analysis
 from threed.program.instruction import COMPUTE, Instruction, Op
 from threed.program.show import timeline
 from threed.schema import Config
@@ -320,8 +321,9 @@ def test_a_delayed_step_hides_the_host(tmp_path):
     def cost(_: int, instruction: Instruction) -> float:
         return 1.0 if instruction.op in COMPUTE else 4.0 if instruction.op == Op.STEP else 0.0
 
-    steps = [timeline(plan, cost=cost).total_s for plan in (plain, late)]
-    alone = timeline(plain, cost=lambda at, item: cost(at, item) if item.op in COMPUTE else 0.0).total_s
+    steps = [timeline(Analysis(plan), cost=cost).total_s for plan in (plain, late)]
+    alone = timeline(Analysis(plain),
+                     cost=lambda at, item: cost(at, item) if item.op in COMPUTE else 0.0).total_s
     assert steps[1] < steps[0] and steps[1] == alone
 
 

@@ -14,6 +14,7 @@ from threed.config.load import load
 from threed.features.pipeline.plan import communicate, expand
 from threed.planner import make_plan, make_table
 from threed.prediction.schedule_only import predict_bare
+from threed.program.analysis import Analysis
 from threed.program.instruction import Op
 from threed.program.link import link, memory
 from threed.program.show import grid, legend, timeline, unit_cost
@@ -188,13 +189,13 @@ def test_golden(name):
                                  f"parallel.schedule={name if name in SCHEDULES else '1f1b'}",
                                  f"parallel.stage_units={[4] * (8 if shaped else 4)}"]))
     program = "evaluate" if name == "evaluate" else "train"
-    assert grid(plan, program) + "\n" == (GOLDEN / f"{name}.txt").read_text()
+    assert grid(Analysis(plan), program) + "\n" == (GOLDEN / f"{name}.txt").read_text()
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "zb-h2"])
 def test_pictures_of_the_source(schedule):
     """The pictures at the top of schedules/orders.py are those that the programs give."""
-    assert indent(grid(plan_of(schedule, 3, 4)), "    ") + "\n" in (orders.__doc__ or "")
+    assert indent(grid(Analysis(plan_of(schedule, 3, 4))), "    ") + "\n" in (orders.__doc__ or "")
 
 
 FORWARD, WHOLE = "a forward of a stage drawn as 1", "a backward as 2"
@@ -207,8 +208,9 @@ HALVES = "each half of a split backward as 1: B the input's gradient, W the weig
 def test_legend(schedule, said, widths):
     """The legend tells how wide items are drawn, also where backward is split."""
     plan = make_plan(load("configs/toy.yaml", [f"parallel.schedule={schedule}"]))
-    assert legend(plan) == ", ".join(said) and show(plan).endswith(f"({legend(plan)})\n{grid(plan)}")
-    for row in grid(plan).splitlines() if widths else ():
+    drawn = grid(Analysis(plan))
+    assert legend(plan) == ", ".join(said) and show(plan).endswith(f"({legend(plan)})\n{drawn}")
+    for row in drawn.splitlines() if widths else ():
         items = [item for item in row.split()[1:] if item != "."]
         assert Counter(items) == {f"{letter}{m}": width for letter, width in widths.items() for m in range(4)}
 
@@ -216,7 +218,7 @@ def test_legend(schedule, said, widths):
 def test_grid_says_what_the_programs_do():
     """A picture with another number of forwards than the program, or that is longer than the step."""
     plan = plan_of("1f1b", 4, 6)
-    rows = grid(plan).splitlines()
+    rows = grid(Analysis(plan)).splitlines()
     assert len(rows) == 4 and all(row.split().count(f"F{m}") == 1 for row in rows for m in range(6))
     assert all(row.split().count(f"B{m}") == 2 for row in rows for m in range(6))
-    assert max(len(row.split()) - 1 for row in rows) <= timeline(plan).total_s
+    assert max(len(row.split()) - 1 for row in rows) <= timeline(Analysis(plan)).total_s

@@ -16,7 +16,7 @@ from threed.config.load import load
 from threed.config.validate import validate
 from threed.features.zero.plan import window as insert
 from threed.planner import make_plan
-from threed.program.buffers import buffers
+from threed.program.analysis import Analysis
 from threed.program.effects import effects
 from threed.program.instruction import COMPUTE, Instruction, Op, Slot
 from threed.program.table import Plan, Table
@@ -358,7 +358,7 @@ def test_buffers_are_enough_and_no_more(drawn):
                         holds["grad"].discard(item.unit)
                     for kind, units in holds.items():
                         times[kind].append([numel[p] for p in units])
-            pools = buffers(plan, position)
+            pools = Analysis(plan).buffers(position)
             for kind, sizes, spare in (("param", pools.params, 0), ("grad", pools.grads, 1)):
                 ends, separate = sorted(sizes), Counter()
                 for taken in times[kind]:

@@ -28,12 +28,11 @@ from threed.features.zero.run import Clipped, ZeroRun
 from threed.features.zero.states import make_states, places
 from threed.features.zero.storage import Storage
 from threed.planner import layouts
-from threed.program.buffers import buffers
+from threed.program.analysis import Analysis
 from threed.program.check import describe
 from threed.program.effects import effects
 from threed.program.graphs import graphs
 from threed.program.instruction import COMPUTE, MESSAGES, Instruction, Slot
-from threed.program.order import Order
 from threed.program.slots import Slots
 from threed.program.table import GENERATE, SNAPSHOT, VERIFY, WAITING, Plan
 from threed.program.trace import Trace
@@ -46,13 +45,15 @@ from threed.tensor.saving import SavingPolicy
 
 
 class Engine:
-    def __init__(self, config: Config, plan: Plan, comm: Comm, draw: Draw = draw):
-        """`draw`: how initial values come into the weights."""
+    def __init__(self, config: Config, plan: Plan, comm: Comm, draw: Draw = draw,
+                 analysis: Analysis | None = None):
+        """`draw`: how initial values come into the weights. `analysis`: of the plan, where there is one."""
         self.config, self.plan, self.comm = config, plan, comm
         table, position = plan.table, comm.here.position
         self.position = position
         weight_grads = WeightGrads()
-        shared = buffers(plan, position)
+        self.analysis = analysis = analysis or Analysis(plan)
+        shared = analysis.buffers(position)
         self.storage = Storage.make(config, table, shared, comm, weight_grads)
         self.states = make_states(config, comm, layouts(config), self.storage, draw)
         self.zero = ZeroRun(config, comm, table, self.states, shared)
@@ -61,7 +62,7 @@ class Engine:
         self.saving = SavingPolicy(config.pieces)
         activation = ActivationRun(comm, table, shared, dtype)
         offload = OffloadRun(comm, table, shared, dtype, self.states)
-        self.graphs = GraphRun(graphs(plan, position).turns, self.states, weight_grads,
+        self.graphs = GraphRun(graphs(analysis, position).turns, self.states, weight_grads,
                                comm.device) if config.run.cuda_graphs else None
         groups = self.graphs.groups(comm.groups) if self.graphs is not None else comm.groups
         context = Context(config.model, groups, config.parallel.sequence_parallel, dtype,
@@ -76,8 +77,7 @@ class Engine:
             self.pipeline.runner = self.graphs
         self.handlers = {**self.pipeline.handlers, **self.zero.handlers, **activation.handlers,
                          **offload.handlers}
-        self.orders = {name: Order.of(program[position], table, position, name, shared)
-                       for name, program in plan.programs.items()}
+        self.orders = {name: analysis.order(name, position) for name in plan.programs}
         self.clock = make_clock(comm.device)
         self._ended: list[Any] = []  # marks of the program under way: the end of each instruction
         self._under: UnderWay | None = None

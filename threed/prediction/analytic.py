@@ -28,7 +28,8 @@ def cost(plan: Plan, hardware: Hardware, measured: Costs | None = None) -> Cost:
     host_s = hardware.host_us * 1e-6 if hardware.waits else 0.0
     ways = {"d2h": hardware.link_gbps, "h2d": hardware.link_gbps, "read": hardware.read_gbps,
             "write": hardware.write_gbps, "host": hardware.host_gbps}
-    lowers = [lowered(plan, position) if "train" in plan.programs else Counter[int]()
+    lowers = [lowered(plan.table, plan.programs["train"][position]) if "train" in plan.programs
+              else Counter[int]()
               for position in range(table.num_positions)]
     known: dict[tuple, float] = {}
 

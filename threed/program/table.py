@@ -7,10 +7,7 @@ send S (n-1)/n, and all-reduce sends twice as much.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any
 
 from threed.base.mesh import GROUPS
 from threed.base.quantity import add_up, ring
@@ -141,31 +138,13 @@ class Table:
         """Pipeline position of a compute unit."""
         return self.stage_positions[self.units[unit].stage]
 
-    @cached_property
-    def forms(self) -> defaultdict[int, dict[tuple[Any, ...], Any]]:
-        """Position -> forms of instructions that `form_of` has found for this table already."""
-        return defaultdict(dict)
-
-    @cached_property
-    def groups(self) -> dict[tuple[Op, int], tuple[str, ...]]:
-        """Compute op and unit -> the groups over which it sends. The group with an axis's name is all ranks
-        along it."""
-        return {(op, index): tuple(sorted({axis for phase in phases
-                                           for axis, size in unit.traffic[phase].items() if size}))
-                for op, phases in PHASES.items() for index, unit in enumerate(self.units)}
-
-    @cached_property
-    def _held(self) -> dict[int, tuple[int, ...]]:
-        return {position: tuple(p for p, unit in self.parameters.items() if position in unit.positions)
-                for position in range(self.num_positions)}
-
     def held(self, position: int) -> tuple[int, ...]:
         """Parameter units that a position holds."""
-        return self._held[position]
+        return tuple(p for p, unit in self.parameters.items() if position in unit.positions)
 
     def stepped(self, position: int) -> tuple[int, ...]:
         """Parameter units that a position holds and trains."""
-        return tuple(p for p in self._held[position] if self.parameters[p].trains)
+        return tuple(p for p in self.held(position) if self.parameters[p].trains)
 
     def microbatches(self, program: str) -> int:
         """Micro-batches of a program."""
@@ -176,10 +155,13 @@ class Table:
         return self.logits is not None and unit in self.logits.bytes
 
     def groups_of(self, item: Instruction) -> tuple[str, ...]:
-        """The groups over which a compute instruction sends."""
+        """The groups over which a compute instruction sends. The group with an axis's name is all ranks along
+        it."""
         if item.keep == "logits" and self.logits and item.unit in self.logits.sent:
-            return tuple(sorted(axis for axis, size in self.logits.sent[item.unit].items() if size))
-        return self.groups[item.op, item.unit]
+            sent = [self.logits.sent[item.unit]]
+        else:
+            sent = [self.units[item.unit].traffic[phase] for phase in PHASES[item.op]]
+        return tuple(sorted({axis for sizes in sent for axis, size in sizes.items() if size}))
 
     def makes_loss(self, position: int) -> bool:
         """Whether a unit of a position adds to the loss."""
@@ -205,7 +187,7 @@ class Table:
         elements = self.size(Slot(kind, unit)) // self.elements.param
         return (output is None or output.flat) and elements > 0 and elements % self.messages.parts == 0
 
-    @cached_property
+    @property
     def handed(self) -> dict[str, str]:
         """Kinds of slots of the tensors that units hand on, and of their gradients -> the tensor's name."""
         names = {handed.name for unit in self.units for handed in unit.makes}
@@ -297,8 +279,9 @@ class Table:
         if slot.kind in ("act", "grad"):
             made = unit.output or Outflow(self.act_bytes, self.act_bytes)
             return made.bytes if slot.kind == "act" else made.grad_bytes
-        if slot.kind in self.handed:
-            return dict(unit.makes)[self.handed[slot.kind]]
+        for handed in unit.makes:
+            if slot.kind in (handed.name, gradient_kind(handed.name)):
+                return handed.bytes
         if slot.kind == "logits":
             return self.logits.bytes[slot.unit] if self.logits else 0
         return {"saved": unit.saved_bytes, "operands": unit.operand_bytes}[slot.kind]
@@ -390,24 +373,9 @@ class Plan:
     programs: dict[str, list[tuple[Instruction, ...]]]
     config: Config | None = field(default=None, compare=False, repr=False)  # None: not made from a config
 
-    @cached_property
-    def linked(self) -> dict[str, list[Any]]:
-        """Links of programs that `link.links_of` has followed for this plan already."""
-        return {}
-
-    @cached_property
-    def waited(self) -> dict[str, tuple[list[Any], list[Any]]]:
-        """Links of programs, and what `order.plan_links` has simulated of them already."""
-        return {}
-
-    @cached_property
-    def pools(self) -> dict[int, Any]:
-        """Position -> the buffers that `buffers.buffers` has counted for this plan already."""
-        return {}
-
-    @cached_property
+    @property
     def digest(self) -> str:
-        """Two ranks with equal digests will do the same thing."""
+        """Two ranks with equal digests will do the same thing. It is computed each time that it is read."""
         return digest_of(self.table, self.programs)
 
     def __len__(self) -> int:

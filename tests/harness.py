@@ -24,8 +24,8 @@ from threed.engine.loopback import channel_pairs, run_loopback
 from threed.planner import make_mesh, make_plan
 from threed.program.analysis import Analysis
 from threed.program.instruction import Op, Slot
+from threed.program.plan import Plan
 from threed.program.summary import stages
-from threed.program.table import Plan
 from threed.schedules.orders import SCHEDULES
 from threed.schema import Config
 from threed.tensor.context import Batch

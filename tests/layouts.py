@@ -15,8 +15,8 @@ from threed.prediction.analytic import cost
 from threed.prediction.contention import step
 from threed.prediction.hardware import Hardware
 from threed.program.analysis import Analysis
+from threed.program.plan import Plan
 from threed.program.summary import fixed_bytes, stages
-from threed.program.table import Plan
 from threed.schedules.orders import SCHEDULES
 from threed.schema import Config
 

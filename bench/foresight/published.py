@@ -30,7 +30,7 @@ from threed.prediction.analytic import cost
 from threed.prediction.contention import step
 from threed.prediction.hardware import Hardware
 from threed.program.analysis import Analysis
-from threed.program.table import Plan
+from threed.program.plan import Plan
 from threed.schema import Config
 from threed.spec.kernels import Moved
 

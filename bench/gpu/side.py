@@ -31,8 +31,8 @@ from threed.monitor.measure import peak_bytes
 from threed.planner import make_mesh, make_plan
 from threed.program.analysis import Analysis
 from threed.program.instruction import Op, Slot
+from threed.program.plan import Plan
 from threed.program.summary import fixed_bytes, stages
-from threed.program.table import Plan
 from threed.schema import Config
 from threed.tensor.context import Batch
 from threed.tensor.precision import DTYPES

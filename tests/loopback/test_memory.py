@@ -26,7 +26,7 @@ from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
 from threed.planner import make_mesh, make_plan
 from threed.program.analysis import Analysis
-from threed.program.table import Plan
+from threed.program.plan import Plan
 from threed.schema import Config
 
 Storages = dict[int, int]  # address -> bytes

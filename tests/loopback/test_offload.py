@@ -22,6 +22,7 @@ from threed.planner import make_mesh, make_plan
 from threed.program.analysis import Analysis
 from threed.program.instruction import COMPUTE, Instruction, Op
 from threed.program.show import timeline
+from threed.program.traffic import sent_by
 from threed.schema import Config
 
 SMALL = ["model.layers=4", "model.hidden=16", "model.heads=4", "model.seq_len=8", "model.vocab=30",
@@ -251,7 +252,7 @@ def test_for_whom_a_rank_waits(others, tmp_path):
             for index, item in enumerate(programs[comm.here.position]):
                 said = engine._awaited(name, index)
                 if item.op in COMPUTE:  # the embedding's backward sends nothing
-                    assert ("with rank" in said) == any(plan.table.sent(item).values()), item
+                    assert ("with rank" in said) == any(sent_by(plan.table, item).values()), item
                 elif item.op in (Op.JOIN, Op.CLIP, Op.SEND, Op.RECV):
                     assert "with rank" in said, item
                 elif item.op not in (Op.GATHER, Op.REDUCE):  # a group of theirs may have one rank

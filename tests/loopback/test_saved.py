@@ -23,8 +23,8 @@ from threed.planner import make_mesh, make_plan, saved_by_piece
 from threed.program.analysis import Analysis
 from threed.program.effects import effects
 from threed.program.instruction import Op, Slot
+from threed.program.plan import Plan
 from threed.program.summary import stages
-from threed.program.table import Plan
 from threed.schema import Config
 from threed.tensor.alive import Alive
 from threed.tensor.context import Batch

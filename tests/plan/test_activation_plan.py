@@ -21,8 +21,9 @@ from threed.prediction.prices import Prices
 from threed.program.analysis import Analysis
 from threed.program.check import check
 from threed.program.instruction import Instruction, Op, Slot
+from threed.program.plan import Plan
 from threed.program.summary import stages
-from threed.program.table import Plan
+from threed.program.traffic import sent_by
 from threed.schema import Config
 
 TOY = ["model.layers=6", "model.hidden=64", "model.heads=4", "model.seq_len=32", "model.vocab=128",
@@ -215,11 +216,11 @@ def test_prices():
     for item in plan.programs["train"][0]:
         if item.op == Op.RECOMPUTE:
             forward = Instruction(Op.FORWARD, item.unit, item.microbatch)
-            assert cost(0, item) == cost(0, forward) > 0 and table.sent(item) == table.sent(forward)
+            assert cost(0, item) == cost(0, forward) > 0 and sent_by(table, item) == sent_by(table, forward)
         elif item.op == Op.JOIN:
-            assert table.sent(item) == {"tp": table.act_bytes // 2} and cost(0, item) > 0
+            assert sent_by(table, item) == {"tp": table.act_bytes // 2} and cost(0, item) > 0
         elif item.op == Op.SPLIT:
-            assert not table.sent(item) and cost(0, item) == copied_s
+            assert not sent_by(table, item) and cost(0, item) == copied_s
 
 
 # ---------------------------------------------------------------- refusals

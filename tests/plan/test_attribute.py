@@ -28,10 +28,11 @@ def walked(pp: int, microbatches: int, *overrides: str):
     costs = {(p, op, unit): seconds / len(table.units_of(p)) for p in range(pp) for unit in table.units_of(p)
              for op, seconds in ((Op.FORWARD, F), (Op.BACKWARD, B))}
     costs |= {(p, Op.STEP, unit): 0.0 for p in range(pp) for unit in table.held(p)}
-    prediction = predict(Analysis(plan), costs)
+    analysis = Analysis(plan)
+    prediction = predict(analysis, costs)
     attributions = []
     for position, program in enumerate(plan.programs["train"]):
-        trace = _as_trace(plan, prediction.walk, position)
+        trace = _as_trace(analysis, prediction.walk, position)
         attributions.append(attribute(parts(trace, program), 0.0, prediction.step_s))
     return attributions, prediction.step_s
 

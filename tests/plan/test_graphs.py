@@ -13,7 +13,7 @@ from threed.program.analysis import Analysis
 from threed.program.effects import effects
 from threed.program.graphs import graphs
 from threed.program.instruction import COMPUTE, PARAMETER_KINDS
-from threed.program.table import Plan
+from threed.program.plan import Plan
 from threed.schedules.orders import SCHEDULES
 
 

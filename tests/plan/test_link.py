@@ -22,7 +22,8 @@ from threed.program.effects import _EFFECTS
 from threed.program.forms import Forms
 from threed.program.instruction import Instruction, Op
 from threed.program.link import follow, joined, link, memory
-from threed.program.table import Plan
+from threed.program.plan import Plan
+from threed.program.seam import seam_of
 from threed.program.walk import Mode, all_meet, in_turn, walk
 
 SPREAD = ("1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v", "partition", "delayed", "contiguous", "tiles")
@@ -37,7 +38,7 @@ def each_program(plan: Plan):
     """(name, position, program, slots alive before it)."""
     for name, programs in plan.programs.items():
         for position, program in enumerate(programs):
-            yield name, position, program, plan.table.seam(position, name)
+            yield name, position, program, seam_of(plan.table, position, name)
 
 
 @pytest.mark.parametrize("name", SPREAD)
@@ -111,7 +112,7 @@ def test_two_programs_as_one():
     """Two steps, one after the other: the second one's strands at the places of the first one's."""
     plan = plan_of("interleaved")
     for position, links in enumerate(Analysis(plan).links("train")):
-        program, start = links.program, plan.table.seam(position)
+        program, start = links.program, seam_of(plan.table, position)
         both = link((*program, *program), plan.table, position, start)
         one = joined(links, links)
         assert one.program == both.program and one.alive == both.alive
@@ -146,7 +147,7 @@ def test_all_meet(monkeypatch):
         messages = [at for at, item in enumerate(program) if item.op in (Op.SEND, Op.RECV)]
         at, other = sorted(rng.sample(messages, 2))
         program[at:other + 1] = [*program[at + 1:other + 1], program[at]]
-        links = [link(each, plan.table, position, plan.table.seam(position))
+        links = [link(each, plan.table, position, seam_of(plan.table, position))
                  for position, each in enumerate(programs)]
         if any(linked.faults for linked in links) or not _same_messages(programs):
             continue

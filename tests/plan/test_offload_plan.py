@@ -21,8 +21,10 @@ from threed.program.analysis import Analysis
 from threed.program.buffers import lowered
 from threed.program.effects import effects
 from threed.program.instruction import Instruction, Op, Tier
+from threed.program.plan import Plan
 from threed.program.summary import stages
-from threed.program.table import Plan, Table
+from threed.program.table import Table
+from threed.program.traffic import moved_by
 from threed.schema import (
     Config,
     ModelConfig,
@@ -257,7 +259,7 @@ def moved(plan: Plan) -> list[tuple[Counter[str], int]]:
         for item in program:
             if item.op in (Op.OFFLOAD, Op.FETCH):
                 times = 2 if item.kind == "gshard" and item.unit in before else 1
-                lanes[effects(item, plan.table, position).lane] += plan.table.moved(item) * times
+                lanes[effects(item, plan.table, position).lane] += moved_by(plan.table, item) * times
                 before |= {item.unit} if item.kind == "gshard" else set()
         of_positions.append((lanes, sum(plan.table.shard_numel(p) for p in plan.table.held(position))))
         assert stages(Analysis(plan))[position]["moved_bytes"] == lanes

@@ -9,7 +9,7 @@ from tests.races import is_no_race, races
 from threed.planner import make_plan
 from threed.program.analysis import Analysis
 from threed.program.instruction import COMPUTE, Instruction, Op
-from threed.program.table import Plan
+from threed.program.plan import Plan
 from threed.program.walk import Mode, walk
 from threed.schema import Config
 

@@ -17,6 +17,7 @@ from threed.prediction.schedule_only import predict_bare
 from threed.program.analysis import Analysis
 from threed.program.instruction import Op
 from threed.program.link import link, memory
+from threed.program.seam import seam_of
 from threed.program.show import grid, legend, timeline, unit_cost
 from threed.program.walk import Mode, walk
 from threed.schedules import orders
@@ -99,7 +100,7 @@ def test_alive_micro_batches(schedule, p, m):
     """The memory meter on whole plans: m under GPipe, p - rank under 1F1B."""
     plan = plan_of(schedule, p, m)
     for position, program in enumerate(plan.programs["train"]):
-        table, seam = plan.table, plan.table.seam(position)
+        table, seam = plan.table, seam_of(plan.table, position)
         saved = memory(program, table, link(program, table, position, seam), seam).peak("saved")
         stage = sum(table.units[unit].saved_bytes for unit in table.units_of(position))
         assert saved == stage * (m if schedule == "gpipe" else min(m, p - position))
@@ -113,7 +114,7 @@ def test_bubble(schedule, p, m, backward):
     position."""
     plan = plan_of(schedule, p, m)
     programs, table = plan.programs["train"], plan.table
-    links = [link(program, table, position, table.seam(position))
+    links = [link(program, table, position, seam_of(table, position))
              for position, program in enumerate(programs)]
     whole = unit_cost(table)
 
@@ -164,7 +165,7 @@ def test_messages_overlap_with_compute():
     end."""
     plan = plan_of("1f1b", 4, 8)
     programs, table = plan.programs["train"], plan.table
-    links = [link(program, table, position, table.seam(position))
+    links = [link(program, table, position, seam_of(table, position))
              for position, program in enumerate(programs)]
     times = [walk(programs, links, mode, unit_cost(table)).total_s for mode in Mode]
     assert times == sorted(times) and times[0] == 3 * (8 + 4 - 1)

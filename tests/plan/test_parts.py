@@ -22,10 +22,10 @@ from threed.prediction.hardware import GroupPlace, Hardware
 from threed.prediction.prices import Prices, Travel
 from threed.program.analysis import Analysis
 from threed.program.check import check_programs
-from threed.program.entries import WHOLE_MESSAGES, MessageSettings
 from threed.program.instruction import COMPUTE, MESSAGES, PARTS, WHOLES, Instruction, Op, Slot
+from threed.program.plan import Plan
+from threed.program.settings import WHOLE_MESSAGES, MessageSettings
 from threed.program.summary import stages
-from threed.program.table import Plan
 from threed.schema import Config
 from threed.spec.parameter import Outflow
 

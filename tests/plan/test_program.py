@@ -17,7 +17,7 @@ from threed.config.validate import stage_runs, validate
 from threed.planner import make_plan
 from threed.program.check import check
 from threed.program.instruction import COMPUTE, Op
-from threed.program.table import Plan
+from threed.program.plan import Plan
 from threed.program.walk import Mode, walk
 from threed.schema import (
     Config,

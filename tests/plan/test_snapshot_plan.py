@@ -18,8 +18,11 @@ from threed.program.analysis import Analysis
 from threed.program.check import check
 from threed.program.effects import effects
 from threed.program.instruction import Instruction, Op, Slot, Tier
+from threed.program.names import SNAPSHOT, WAITING
+from threed.program.plan import Plan
+from threed.program.seam import seam_of
 from threed.program.summary import stages
-from threed.program.table import SNAPSHOT, WAITING, Plan
+from threed.program.traffic import moved_by
 
 TINY = ["model.layers=4", "model.hidden=32", "model.heads=8", "model.vocab=120", "model.vocab_multiple=64",
         "model.seq_len=16",
@@ -58,7 +61,7 @@ def test_where_there_is_none(others):
     """Without a snapshot program STEP waits for nothing and the host holds nothing."""
     plan = plan_of(*others)
     assert SNAPSHOT not in plan.programs and not any(row["snapshot_bytes"] for row in stages(Analysis(plan)))
-    assert not any(slot.kind == "snapshot" for slot in plan.table.seam(0))
+    assert not any(slot.kind == "snapshot" for slot in seam_of(plan.table, 0))
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -141,4 +144,4 @@ def test_the_link_of_a_copy(home, gbps):
     for item in plan.programs[SNAPSHOT][0]:
         lane = "d2h" if home == "none" else "host"
         assert effects(item, plan.table, 0).lane == lane
-        assert cost(0, item) == pytest.approx(plan.table.moved(item) * 8 / (gbps * 1e9))
+        assert cost(0, item) == pytest.approx(moved_by(plan.table, item) * 8 / (gbps * 1e9))

@@ -18,7 +18,7 @@ from threed.prediction.verb import predict, priced
 from threed.program.analysis import Analysis
 from threed.program.costs import save_costs
 from threed.program.instruction import COMPUTE, Op
-from threed.program.table import Plan
+from threed.program.plan import Plan
 
 RUN = ("parallel.dp=2", "parallel.tp=2", "parallel.pp=2", "run.device=cpu")
 OTHERS = {

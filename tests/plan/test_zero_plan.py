@@ -19,7 +19,9 @@ from threed.planner import make_plan
 from threed.program.analysis import Analysis
 from threed.program.effects import effects
 from threed.program.instruction import COMPUTE, Instruction, Op, Slot
-from threed.program.table import Plan, Table
+from threed.program.plan import Plan
+from threed.program.table import Table
+from threed.program.traffic import sent_by
 from threed.schema import Config, ModelConfig, ParallelConfig, TrainConfig, ZeroConfig
 
 BASE = ["model.layers=6", "model.hidden=16", "model.heads=4", "model.vocab=64", "model.vocab_multiple=32",
@@ -328,7 +330,7 @@ def test_traffic_of_zero_2(m, k):
     for stage, times in ((1, 1), (2, -(-m // k))):
         often = [f"zero.reduce_every={k}"] if stage == 2 else []
         plan = plan_of("parallel.dp=4", f"train.global_batch_size={4 * m}", f"zero.stage={stage}", *often)
-        sent = sum(plan.table.sent(item).get("dp", 0) for item in plan.programs["train"][0])
+        sent = sum(sent_by(plan.table, item).get("dp", 0) for item in plan.programs["train"][0])
         psi = sum(unit.numel for unit in plan.table.parameters.values())
         assert sent == (times + 1) * psi * 4 * 3 // 4
 

@@ -33,7 +33,7 @@ from threed.engine.watch import Watch
 from threed.launcher.local import ANSWER, LocalLauncher
 from threed.planner import forward_plan
 from threed.program.analysis import Analysis
-from threed.program.table import EVALUATE, GENERATE
+from threed.program.names import EVALUATE, GENERATE
 from threed.schema import Config
 from threed.training.generation import TextWriter
 from threed.training.setup import Job, Task, connect, running

@@ -33,7 +33,7 @@ from threed.program import summary
 from threed.program.analysis import Analysis
 from threed.program.check import check as check_plan
 from threed.program.graphs import graphs
-from threed.program.table import Plan
+from threed.program.plan import Plan
 from threed.program.units import compute_units, parameter_units, show_compute_units, show_parameter_units
 from threed.schema import Config
 from threed.training.hooks import Callback

@@ -33,8 +33,10 @@ from threed.program.check import describe
 from threed.program.effects import effects
 from threed.program.graphs import graphs
 from threed.program.instruction import COMPUTE, MESSAGES, Instruction, Slot
+from threed.program.names import GENERATE, SNAPSHOT, VERIFY, WAITING
+from threed.program.plan import Plan
+from threed.program.seam import seam_of
 from threed.program.slots import Slots
-from threed.program.table import GENERATE, SNAPSHOT, VERIFY, WAITING, Plan
 from threed.program.trace import Trace
 from threed.schema import Config
 from threed.tensor.context import Batch, Context
@@ -113,7 +115,7 @@ class Engine:
         for slot in self.slots.alive():  # sorted by unit: the tiles of a head are in the order of their ids
             if slot.kind == "logits":
                 parts.setdefault(slot.microbatch, []).append(self.slots.get(slot))
-        self.slots.keep(table.seam(self.position, GENERATE))
+        self.slots.keep(seam_of(table, self.position, GENERATE))
         return {microbatch: torch.cat(tiles, -1) for microbatch, tiles in parts.items()}
 
     def run(self, name: str, batch: Callable[[int], Batch]) -> tuple[Clipped, Trace]:
@@ -126,7 +128,7 @@ class Engine:
         slots that are alive."""
         program, order = self.plan.programs[name][self.position], self.orders[name]
         slots, handlers, mark = self.slots, self.handlers, self.clock.mark
-        slots.keep(self.plan.table.seam(self.position, name))
+        slots.keep(seam_of(self.plan.table, self.position, name))
         self.storage.rewind()
         if self.graphs is not None:
             self.graphs.begin(name)
@@ -220,7 +222,7 @@ class Engine:
         awaited = self._awaited(name, index, raised)
         waiting = f"for {time.monotonic() - since:.1f} s at '{instruction}'{awaited}"
         alive = [str(slot) for slot in self.slots.alive()
-                 if slot not in self.plan.table.seam(self.position, name)]
+                 if slot not in seam_of(self.plan.table, self.position, name)]
         shown = ", ".join(alive[:12]) + (f" and {len(alive) - 12} more" if len(alive) > 12 else "")
         place = describe(name, programs, self.position, index, "here")
         return f"{me} {waiting}\n{place}\n  alive: {shown or 'nothing'}"

@@ -17,7 +17,7 @@ from threed.base.mesh import GROUPS, Mesh
 from threed.comm.group import Channel, Comm, Group, initialized, sum_parts
 from threed.comm.lanes import Handle
 from threed.program.instruction import Op
-from threed.program.table import Plan
+from threed.program.plan import Plan
 
 TIMEOUT_S = 60.0
 

@@ -28,8 +28,8 @@ from threed.program.costs import FILE as COSTS
 from threed.program.costs import device_of
 from threed.program.instruction import COMPUTE, Instruction
 from threed.program.picture import DrawnOp, blocks
+from threed.program.plan import Plan
 from threed.program.summary import activations
-from threed.program.table import Plan
 from threed.schema import Config
 
 MOST_BOXES = 40_000  # in all lanes of a page; a browser draws those of some positions at a time

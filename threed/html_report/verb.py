@@ -15,7 +15,7 @@ from threed.prediction.hardware import OF_CPUS
 from threed.prediction.verb import priced
 from threed.program.costs import FILE as COSTS
 from threed.program.costs import device_of, write_whole
-from threed.program.table import Plan
+from threed.program.plan import Plan
 from threed.schema import Config
 
 

@@ -23,8 +23,8 @@ from threed.planner import analyse
 from threed.planner.from_config import CONFIG, load_config
 from threed.program.analysis import Analysis
 from threed.program.instruction import COMPUTE, Instruction, Op
+from threed.program.plan import Plan
 from threed.program.simulate import predict
-from threed.program.table import Plan
 from threed.program.trace import Trace, Wait
 from threed.program.walk import Walk
 

@@ -21,7 +21,8 @@ from threed.planner.facts import (
 from threed.planner.passes import Pipeline, forward_recipe, run_passes
 from threed.program.analysis import Analysis
 from threed.program.check import check
-from threed.program.table import GENERATE, Plan
+from threed.program.names import GENERATE
+from threed.program.plan import Plan
 from threed.schema import Config
 
 __all__ = ["Pipeline", "analyse", "forward_plan", "layouts", "make_mesh", "make_pipeline", "make_plan",

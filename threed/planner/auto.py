@@ -13,8 +13,9 @@ from threed.features.activation import plan as activation
 from threed.planner.facts import make_table, unit_costs, with_logits
 from threed.planner.passes import Pipeline, run_passes
 from threed.program.analysis import Analysis
+from threed.program.plan import Plan
 from threed.program.summary import stages
-from threed.program.table import Plan, Table
+from threed.program.table import Table
 from threed.schedules.auto import search
 from threed.schedules.file import read_order
 from threed.schedules.orders import SCHEDULES, line

@@ -11,7 +11,7 @@ from threed.config.load import checked, of_values
 from threed.planner import analyse
 from threed.program.analysis import Analysis
 from threed.program.costs import write_whole
-from threed.program.table import Plan
+from threed.program.plan import Plan
 from threed.schema import Config
 
 CONFIG = "config.json"

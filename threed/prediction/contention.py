@@ -13,7 +13,7 @@ from threed.prediction.hardware import Hardware
 from threed.program.analysis import Analysis
 from threed.program.instruction import COMPUTE, MESSAGES
 from threed.program.link import Links
-from threed.program.table import Plan
+from threed.program.plan import Plan
 from threed.program.walk import Cost, Mode, Seconds, Walk, seconds_of, walk
 
 _COLLECTIVES = "dp"  # the lane of collectives, whose kernels take units of the device

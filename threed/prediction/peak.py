@@ -21,8 +21,8 @@ from threed.planner.from_config import config_of
 from threed.prediction.hardware import Hardware
 from threed.program.analysis import Analysis
 from threed.program.instruction import Instruction
+from threed.program.plan import Plan
 from threed.program.summary import fixed_bytes, stages
-from threed.program.table import Plan
 from threed.program.walk import channels
 from threed.schema import Config
 

@@ -17,10 +17,12 @@ from threed.program.analysis import Analysis
 from threed.program.forms import Form
 from threed.program.instruction import COMPUTE, Op
 from threed.program.link import Links, joined
+from threed.program.names import SNAPSHOT, VERIFY
 from threed.program.order import simulated
+from threed.program.seam import seam_of
 from threed.program.show import timeline
 from threed.program.summary import stages
-from threed.program.table import SNAPSHOT, VERIFY
+from threed.program.traffic import moved_by
 from threed.program.walk import Cost, Mode, Walk, walk
 
 SAMPLES = 50  # points of memory over time
@@ -85,13 +87,13 @@ def _checkpoint(analysis: Analysis, cost: Cost, when: Walk) -> dict[str, float] 
     if copies is None:
         return None
     both = [joined(*links) for links in zip(analysis.links(SNAPSHOT), analysis.links("train"), strict=True)]
-    links = [simulated(links, table, table.seam(position), analysis.buffers(position))
+    links = [simulated(links, table, seam_of(table, position), analysis.buffers(position))
              for position, links in enumerate(both)]
     copied = timeline(analysis, SNAPSHOT, cost)
     longer = 0.0
     if any(_late(linked, *times) for linked, *times in zip(links, copied.end, when.start, strict=True)):
         longer = walk([linked.program for linked in links], links, Mode.BUFFERED, cost).total_s - when.total_s
-    return {"bytes": max(sum(table.moved(item) for item in copy) for copy in copies),
+    return {"bytes": max(sum(moved_by(table, item) for item in copy) for copy in copies),
             "copy_s": max(sum(cost(position, item) for item in copy) for position, copy in enumerate(copies)),
             "blocked_s": max(0.0, longer)}
 

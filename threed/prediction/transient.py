@@ -29,9 +29,10 @@ from threed.program.effects import effects
 from threed.program.graphs import graphs
 from threed.program.instruction import COMPUTE, PARAMETER_KINDS, Instruction, Op, Slot
 from threed.program.link import Program
+from threed.program.plan import Plan
 from threed.program.slots import Slots
 from threed.program.summary import activations
-from threed.program.table import Plan, Table
+from threed.program.table import Table
 from threed.schema import Config
 from threed.spec.parameter import Cost
 from threed.tensor.alive import Alive

@@ -19,7 +19,7 @@ from threed.prediction.report import report
 from threed.prediction.rescale import transferred
 from threed.program.analysis import Analysis
 from threed.program.costs import device_of, read_costs
-from threed.program.table import Plan
+from threed.program.plan import Plan
 from threed.schema import Config
 
 

@@ -11,7 +11,8 @@ from threed.program.buffers import Buffers, count_buffers
 from threed.program.forms import Forms
 from threed.program.link import Links, Memory, link, memory
 from threed.program.order import Order, run_links, simulated
-from threed.program.table import Plan
+from threed.program.plan import Plan
+from threed.program.seam import seam_of
 
 
 class Analysis:
@@ -38,21 +39,21 @@ class Analysis:
         key = name, position
         if key not in self._links:
             self._links[key] = link(self.plan.programs[name][position], self.table, position,
-                                    self.table.seam(position, name), self.forms)
+                                    seam_of(self.table, position, name), self.forms)
         return self._links[key]
 
     def simulated(self, name: str) -> list[Links]:
         """The links of a program for a walk, one a position: see `order.simulated`."""
         if name not in self._simulated:
             self._simulated[name] = [
-                simulated(links, self.table, self.table.seam(position, name), self.buffers(position))
+                simulated(links, self.table, seam_of(self.table, position, name), self.buffers(position))
                 for position, links in enumerate(self.links(name))]
         return self._simulated[name]
 
     def run_links(self, name: str, position: int) -> Links:
         """The links of a position's program with all that is waited for: see `order.run_links`. They are
         long, and not remembered."""
-        return run_links(self.links_at(name, position), self.table, self.table.seam(position, name),
+        return run_links(self.links_at(name, position), self.table, seam_of(self.table, position, name),
                          self.buffers(position))
 
     def order(self, name: str, position: int) -> Order:
@@ -69,4 +70,4 @@ class Analysis:
     def memory(self, position: int, name: str = "train") -> Memory:
         """Bytes of a position's slots over a program. They are long, and not remembered."""
         return memory(self.plan.programs[name][position], self.table, self.links_at(name, position),
-                      self.table.seam(position, name))
+                      seam_of(self.table, position, name))

@@ -20,16 +20,10 @@ from threed.program.analysis import Analysis
 from threed.program.effects import Effects
 from threed.program.instruction import BACKWARDS, Instruction, Op, Slot
 from threed.program.link import Links, Program
-from threed.program.table import (
-    DELAYED_STEPS,
-    FORWARD_ONLY,
-    GENERATE,
-    SNAPSHOT,
-    VERIFY,
-    WAITING,
-    Plan,
-    Table,
-)
+from threed.program.names import DELAYED_STEPS, FORWARD_ONLY, GENERATE, SNAPSHOT, VERIFY, WAITING
+from threed.program.plan import Plan
+from threed.program.seam import seam_of
+from threed.program.table import Table
 from threed.program.walk import Mode, all_meet, channels, walk
 
 
@@ -58,7 +52,7 @@ def check_program(analysis: Analysis, name: str) -> None:
                         f"{table.num_positions}")
     links = analysis.links(name)
     for position, (program, linked) in enumerate(zip(programs, links, strict=True)):
-        ends = table.seam(position, name, end=True)
+        ends = seam_of(table, position, name, end=True)
         _check_fields(name, programs, position, linked)
         if linked.faults:
             raise PlanError(describe(name, programs, position, *linked.faults[0]))

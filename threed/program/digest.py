@@ -9,8 +9,8 @@ from dataclasses import asdict
 from operator import itemgetter, mod
 from typing import Any
 
-from threed.program.entries import WHOLE_MESSAGES
 from threed.program.instruction import Instruction
+from threed.program.settings import WHOLE_MESSAGES
 
 # Fields of a table that are left out while they have this value: digests of plans without them stay.
 _LATER = {"logits": None, "trains": True, "messages": asdict(WHOLE_MESSAGES)}

@@ -16,8 +16,9 @@ from itertools import compress, product
 from typing import NamedTuple
 
 from threed.base.mesh import GROUPS
+from threed.program.entries import gradient_kind
 from threed.program.instruction import PARTS, WHOLES, WORDS, Instruction, Op, Slot, Tier
-from threed.program.table import Table, gradient_kind
+from threed.program.table import Table
 
 
 class Effects(NamedTuple):

@@ -12,6 +12,7 @@ from threed.program.analysis import Analysis
 from threed.program.effects import effects
 from threed.program.instruction import PARAMETER_KINDS, Instruction, Op, Slot
 from threed.program.table import Table
+from threed.program.traffic import moved_by, sent_by
 
 SHOWN = 5  # instructions that wait, and ranks that take part
 
@@ -43,8 +44,8 @@ def explain(analysis: Analysis, name: str, position: int, index: int) -> dict[st
         "after": [f"{at}  {program[at]}" for at in before[index]],
         "waits for it": [f"{at}  {program[at]}" for at, earlier in enumerate(before) if index in earlier],
         "groups": list(effect.groups),
-        "sends": {axis: size for axis, size in table.sent(item).items() if size},
-        "moves": {effect.lane: size} if (size := table.moved(item)) else {},
+        "sends": {axis: size for axis, size in sent_by(table, item).items() if size},
+        "moves": {effect.lane: size} if (size := moved_by(table, item)) else {},
     }
 
 

@@ -21,6 +21,7 @@ from threed.program.analysis import Analysis
 from threed.program.effects import Effects
 from threed.program.instruction import COMPUTE, PARAMETER_KINDS, Instruction, Op, Slot, Tier
 from threed.program.order import Users
+from threed.program.seam import seam_of
 from threed.program.table import Table
 
 PROGRAM = "train"  # it runs step after step; the other programs run without graphs
@@ -102,7 +103,7 @@ def _passes(analysis: Analysis, position: int) -> tuple[dict[tuple[int, int], li
     """(stage, micro-batch) -> its compute instructions; and the last instruction that uses what they make.
     Then the most bytes of what is alive beside that."""
     table, links = analysis.table, analysis.links_at(PROGRAM, position)
-    start = table.seam(position, PROGRAM)
+    start = seam_of(table, position, PROGRAM)
     users = Users(table, start, analysis.buffers(position))
     passes: dict[tuple[int, int], list[_Step]] = {}
     ends: dict[tuple[int, int], int] = {}

@@ -6,7 +6,8 @@ import math
 
 from threed.program.analysis import Analysis
 from threed.program.instruction import COMPUTE, Instruction, Op
-from threed.program.table import Plan, Table
+from threed.program.plan import Plan
+from threed.program.table import Table
 from threed.program.walk import Cost, Mode, Walk, walk
 
 _LETTERS = {Op.FORWARD: "F", Op.RECOMPUTE: "R", Op.BACKWARD: "B", Op.BACKWARD_INPUT: "B",

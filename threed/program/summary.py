@@ -12,7 +12,9 @@ from threed.program.analysis import Analysis
 from threed.program.buffers import lowered
 from threed.program.instruction import WHOLES, Op, Slot, Tier
 from threed.program.link import Memory
+from threed.program.seam import seam_of
 from threed.program.table import Table
+from threed.program.traffic import moved_by, sent_by
 
 
 def activations(table: Table) -> tuple[str, ...]:
@@ -44,9 +46,9 @@ def stage(analysis: Analysis, position: int, alive: Memory) -> dict[str, Any]:
     moved: Counter[str] = Counter()
     counts: Counter[Op] = Counter()
     for form, count in Counter(links.forms).items():
-        sent.update({axis: count * size for axis, size in table.sent(form.item).items()})
+        sent.update({axis: count * size for axis, size in sent_by(table, form.item).items()})
         if form.item.op in (Op.OFFLOAD, Op.FETCH):
-            moved[form.effect.lane] += count * table.moved(form.item)
+            moved[form.effect.lane] += count * moved_by(table, form.item)
         # A REDUCE on the compute lane sums in place; it is not counted.
         if form.item.op != Op.REDUCE or form.effect.lane != "compute":
             counts[form.item.op] += count
@@ -97,7 +99,7 @@ def _frozen(table: Table, position: int) -> dict[str, int]:
 
 def _snapshot_bytes(table: Table, position: int) -> int:
     """Bytes of the copy from which a checkpoint is written while the run goes on."""
-    return sum(table.size(slot) for slot in table.seam(position) if slot.kind == "snapshot")
+    return sum(table.size(slot) for slot in seam_of(table, position) if slot.kind == "snapshot")
 
 
 def _away(table: Table, position: int) -> dict[Tier, int]:

@@ -20,7 +20,8 @@ from threed.engine.verify import Verifier
 from threed.engine.watch import Watch
 from threed.monitor.log import Log
 from threed.monitor.measure import Meter
-from threed.program.table import EVALUATE, Plan
+from threed.program.names import EVALUATE
+from threed.program.plan import Plan
 from threed.schema import Config
 from threed.tensor.context import Batch
 from threed.tensor.documents import Documents

@@ -15,9 +15,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from threed.base.mesh import Mesh
-from threed.program.entries import WHOLE_MESSAGES, MessageSettings
 from threed.program.forms import Forms
 from threed.program.instruction import MESSAGES, PARTS, Instruction, Op, Programs, Slot
+from threed.program.settings import WHOLE_MESSAGES, MessageSettings
 from threed.program.table import Table
 from threed.schema import Config
 

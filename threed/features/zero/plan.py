@@ -20,9 +20,11 @@ from collections import defaultdict
 from typing import NamedTuple
 
 from threed.base.mesh import GROUPS
+from threed.program.entries import Reduction
 from threed.program.forms import Forms
 from threed.program.instruction import Instruction, Op, Programs, insert
-from threed.program.table import Elements, Reduction, Table
+from threed.program.settings import Elements
+from threed.program.table import Table
 
 Program = list[Instruction]
 

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from threed.models.own.spec import Spec
     from threed.monitor.run import Run
     from threed.prediction.verb import predict
-    from threed.program.table import Plan
+    from threed.program.plan import Plan
     from threed.schema import Config
     from threed.training.hooks import Callback
     from threed.training.trainer import Trainer

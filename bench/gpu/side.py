@@ -30,9 +30,10 @@ from threed.engine.device import attention, compiles, set_up
 from threed.engine.engine import Engine
 from threed.models.model import model_flops
 from threed.planner import make_mesh, make_plan
+from threed.program.analysis import Analysis
 from threed.program.instruction import Op, Slot
+from threed.program.plan import Plan
 from threed.program.summary import fixed_bytes, stages
-from threed.program.table import Plan
 from threed.schema import Config
 from threed.tensor.context import Batch
 from threed.tensor.precision import DTYPES
@@ -131,7 +132,7 @@ def alone(config: Config) -> Iterator[Comm]:
 
 def planned_bytes(plan: Plan) -> int:
     """Bytes of the device that a plan needs."""
-    row = stages(plan)[0]
+    row = stages(Analysis(plan))[0]
     return fixed_bytes(row) + row["activation_peak_bytes"]
 
 

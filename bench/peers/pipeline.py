@@ -41,7 +41,8 @@ from threed.planner import make_mesh
 from threed.prediction.schedule_only import bare_programs
 from threed.program.instruction import COMPUTE, Instruction, Op, Slot
 from threed.program.link import Program, link
-from threed.program.table import Plan, Table
+from threed.program.plan import Plan
+from threed.program.table import Table
 from threed.program.walk import Mode, walk
 from threed.schedules.orders import SCHEDULES, Order
 

@@ -43,6 +43,7 @@ from threed.planner import make_mesh, make_plan
 from threed.prediction.analytic import cost as analytic_cost
 from threed.prediction.hardware import Hardware
 from threed.program.instruction import Op
+from threed.program.traffic import sent_by
 from threed.schema import Config
 from threed.tensor.context import Batch
 
@@ -128,7 +129,7 @@ def analytic_s(config: Config, part: str, s_per_byte: float) -> float:
     gbps = 8e-9 / s_per_byte if s_per_byte else math.inf
     free = Hardware(tflops=math.inf, tflops_fp32=math.inf, memory_gbps=math.inf, kernel_us=0.0, launch_us=0.0)
     cost = analytic_cost(plan, replace(free, node_gbps=gbps, node_efficiency=1.0, node_us=0.0))
-    items = [item for item in plan.programs["train"][0] if plan.table.sent(item).get("tp")]
+    items = [item for item in plan.programs["train"][0] if sent_by(plan.table, item).get("tp")]
     if part == PARTS[0]:
         items = [item for item in items if item.op == Op.BACKWARD
                  and is_block(plan.table.units[item.unit].name)]

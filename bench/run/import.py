@@ -38,7 +38,7 @@ from threed.interop.hf.slices import TensorPart
 from threed.interop.hf.tensors import FileWriter, headers_of, index_text
 from threed.models.model import parameters
 from threed.planner import forward_plan, make_mesh, make_plan
-from threed.program.table import EVALUATE
+from threed.program.names import EVALUATE
 
 TIMEOUT_S = 600.0
 HIDDEN, HEADS, VOCAB = 4096, 32, 32000

@@ -21,6 +21,7 @@ from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
 from threed.features.zero.units import UnitState
 from threed.planner import layouts, make_mesh, make_plan
+from threed.program.analysis import Analysis
 from threed.program.summary import fixed_bytes, stages
 from threed.schema import Config
 from threed.spec.parameter import Cut, Parameter
@@ -53,7 +54,7 @@ def test_one_parameter_at_a_time(others, monkeypatch):
     weights of its own."""
     config = tiny("model.hidden=512", "model.layers=2", "train.global_batch_size=4", *others)
     plan, mesh = make_plan(config), make_mesh(config)
-    rows, fill = stages(plan), UnitState.fill
+    rows, fill = stages(Analysis(plan)), UnitState.fill
     largest = 4 * max(placed.parameter.numel for layout in layouts(config).values()
                       for placed in layout.placed)
 
@@ -132,7 +133,7 @@ def test_more_than_a_process_may_hold():
     without memory."""
     model = ["model.layers=64", "model.seq_len=8", "model.hidden=256", "model.heads=4", "zero.stage=3"]
     config, alone = tiny(*model, "parallel.dp=8"), tiny(*model)
-    row = stages(make_plan(config))[0]
+    row = stages(Analysis(make_plan(config)))[0]
     allowed = fixed_bytes(row) + 4 * 4 * 256 * 256 + SLACK
     assert allowed < 4 * row["parameters"], "the parameters alone must not fit"
     pool = Workers(8)

@@ -23,7 +23,9 @@ from threed.engine.loopback import run_loopback
 from threed.features.zero.gradient import Accumulated
 from threed.models.layers.base import Out
 from threed.planner import forward_plan, make_mesh, make_plan
-from threed.program.table import GENERATE, Plan
+from threed.program.names import GENERATE
+from threed.program.plan import Plan
+from threed.program.traffic import sent_by
 from threed.schema import Config, DataConfig, ModelConfig
 from threed.tensor.context import Batch
 from threed.training.generation import Text, TextWriter, choose
@@ -167,7 +169,7 @@ def test_the_plan_counts_what_the_program_sends(mesh):
     for position, sent in run_loopback(plan, make_mesh(config), work):
         want = Counter[str]()
         for item in plan.programs[GENERATE][position]:
-            want.update(plan.table.sent(item))
+            want.update(sent_by(plan.table, item))
         assert +sent == +want
 
 

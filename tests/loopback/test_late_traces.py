@@ -17,6 +17,7 @@ from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
 from threed.monitor.measure import Meter
 from threed.planner import make_mesh, make_plan
+from threed.program.analysis import Analysis
 from threed.program.instruction import Instruction, Op
 from threed.program.slots import Slots
 from threed.program.trace import Trace
@@ -67,7 +68,7 @@ def test_metrics_are_those_of_the_step_before():
     plan = make_plan(config)
 
     def work(comm: Comm) -> None:
-        engine, meter = Engine(config, plan, comm), Meter(config, plan, comm)
+        engine, meter = Engine(config, plan, comm), Meter(config, Analysis(plan), comm)
         seen, waits = [], []
         for step in range(4):
             meter.begin()

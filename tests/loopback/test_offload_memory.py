@@ -22,6 +22,7 @@ from threed.engine.loopback import run_loopback
 from threed.features.offload.run import OffloadRun
 from threed.features.zero.units import UnitState
 from threed.planner import make_mesh, make_plan
+from threed.program.analysis import Analysis
 from threed.program.instruction import Op
 from threed.program.summary import stages
 
@@ -92,7 +93,7 @@ def test_bytes_alive(name, tmp_path):
     files = [f"offload.nvme_path={tmp_path}"] if "nvme" in "".join(CASES[name]) else []
     config = tiny(*MODEL, *CASES[name], *files)
     plan, mesh = make_plan(config), make_mesh(config)
-    rows = stages(plan)
+    rows = stages(Analysis(plan))
     torch.set_num_threads(1)
     gc.collect()
     before = tensors(gc.get_objects())  # kept, so that no address is used again
@@ -136,8 +137,9 @@ def test_what_is_away_is_saved(name):
     """Offload that saves nothing: on the device a unit whose state is away keeps none, nor its parameters
     where they are away."""
     path = ["offload.nvme_path=/disk"] if "nvme" in "".join(CASES[name]) else []
-    rows = stages(make_plan(tiny(*MODEL, *CASES[name], *path)))
-    none = stages(make_plan(tiny(*MODEL, *(text for text in CASES[name] if not text.startswith("offload.")))))
+    rows = stages(Analysis(make_plan(tiny(*MODEL, *CASES[name], *path))))
+    without = [text for text in CASES[name] if not text.startswith("offload.")]
+    none = stages(Analysis(make_plan(tiny(*MODEL, *without))))
     for row, other in zip(rows, none, strict=True):
         share = 0.65 if "offload.ratio=0.5" in CASES[name] else 0
         assert row["optimizer_bytes"] <= share * other["optimizer_bytes"]

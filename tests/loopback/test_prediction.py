@@ -20,6 +20,7 @@ from threed.engine.loopback import run_loopback
 from threed.monitor.attribute import CAUSES, attribute
 from threed.monitor.measure import HEAD, Meter, StepReport
 from threed.planner import make_mesh, make_plan
+from threed.program.analysis import Analysis
 from threed.program.effects import effects
 from threed.program.instruction import COMPUTE, Op
 from threed.program.simulate import predict
@@ -62,7 +63,7 @@ def test_step_time_is_the_predicted_one(schedule):
     def work(comm):
         engine = Engine(config, plan, comm)
         put_to_sleep(engine)
-        meter = Meter(config, plan, comm)
+        meter = Meter(config, Analysis(plan), comm)
         steps = []
         for step in range(4):
             _, trace = engine.train_step(batches(config, comm, step))
@@ -70,7 +71,8 @@ def test_step_time_is_the_predicted_one(schedule):
         return steps
 
     steps = run_loopback(plan, make_mesh(config), work)[0]
-    ratios = [float(step.column("step_s").max()) / predict(plan, step.costs).step_s for step in steps]
+    analysis = Analysis(plan)
+    ratios = [float(step.column("step_s").max()) / predict(analysis, step.costs).step_s for step in steps]
     assert 0.99 < statistics.median(ratios) < 1.05, ratios
     for step in steps:
         for row in rows(step):

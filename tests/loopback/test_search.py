@@ -12,6 +12,7 @@ from threed.planner import make_plan
 from threed.prediction.analytic import cost
 from threed.prediction.contention import step
 from threed.prediction.hardware import Hardware
+from threed.program.analysis import Analysis
 
 QUIET = ["train.eval_every=0", "checkpoint.every=0"]
 
@@ -37,5 +38,5 @@ def test_a_last_turn_that_is_shorter(layout):
     base = threed.load("configs/gpt2-small.yaml", ["train.global_batch_size=64", "model.layers=12"])
     hardware, plan = Hardware.parse("h100-sxm"), make_plan(config_of(layout, base))
     assert plan.table.num_microbatches % layout.pp
-    full_s = step(plan, cost(plan, hardware), hardware).total_s
+    full_s = step(Analysis(plan), cost(plan, hardware), hardware).total_s
     assert Fast(base, hardware).priced(layout).estimate().step_s == pytest.approx(full_s, rel=0.005)

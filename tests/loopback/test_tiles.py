@@ -19,7 +19,7 @@ from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
 from threed.models.tiling import cut_layers, layers_of
 from threed.planner import make_mesh, make_plan
-from threed.program.buffers import buffers
+from threed.program.analysis import Analysis
 from threed.schema import Config
 from threed.tensor.random import initial_values
 
@@ -130,7 +130,7 @@ def gathered(config: Config) -> int:
         return sum(first.untyped_storage().nbytes() for first in params.first.values())
 
     (allocated,) = set(run_loopback(plan, make_mesh(config), work))
-    planned = sum(numel * count for numel, count in buffers(plan, 0).params.items())
+    planned = sum(numel * count for numel, count in Analysis(plan).buffers(0).params.items())
     assert allocated == planned * plan.table.elements.param
     return allocated
 

@@ -21,7 +21,7 @@ from threed.prediction import transient
 from threed.prediction.transient import Transient
 from threed.program.effects import effects
 from threed.program.instruction import COMPUTE, PARAMETER_KINDS
-from threed.program.table import Plan
+from threed.program.plan import Plan
 from threed.schema import Config
 from threed.tensor.alive import Alive
 

@@ -15,6 +15,7 @@ from threed.optim import step as optimizer
 from threed.optim.base import Update, View
 from threed.optim.registry import OPTIMIZERS
 from threed.planner import make_plan
+from threed.program.analysis import Analysis
 from threed.program.summary import stages
 from threed.schema import Config, OptimizerConfig
 
@@ -117,7 +118,7 @@ def test_dtypes(stage, grad, reduce, master, references):
     # the last sum is over groups
     assert fits_bf16(ranks.first_grads) == ("bf16" in (grad, reduce if groups else None))
     plan = make_plan(config)
-    assert ranks.sent[0]["dp"] == 4 * stages(plan)[0]["sent_bytes"]["dp"]
+    assert ranks.sent[0]["dp"] == 4 * stages(Analysis(plan))[0]["sent_bytes"]["dp"]
     assert plan.table.elements.reduce == (4 if reduce == "fp32" else 2)
 
 

@@ -35,7 +35,7 @@ from threed.engine.loopback import run_loopback
 from threed.monitor.loggers.logger import About
 from threed.monitor.loggers.wandb import Wandb, is_off
 from threed.planner import make_mesh, make_plan
-from threed.program.buffers import buffers
+from threed.program.analysis import Analysis
 from threed.schema import Config
 from threed.training.callbacks import Writing
 
@@ -46,7 +46,7 @@ def plan(config: Config, folder: Path) -> Any:
     """The programs and sizes, the pools, and which rank is where."""
     made, mesh = make_plan(config), make_mesh(config)
     places = [sorted(mesh.coordinate(rank).on.items()) for rank in range(mesh.size)]
-    return made.digest, [buffers(made, position) for position in range(mesh.positions)], places
+    return made.digest, [Analysis(made).buffers(position) for position in range(mesh.positions)], places
 
 
 def numbers(config: Config, folder: Path) -> Any:

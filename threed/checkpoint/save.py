@@ -126,7 +126,7 @@ class Saver:
             "format": FORMAT, "step": zero.step_number, "updates": zero.updates,
             "loss_scaler": zero.scaler.state(),
             "waiting": zero.waiting.kept() if zero.waiting else None, **counters,
-            "plan": self._engine.plan.digest,
+            "plan": self._engine.analysis.digest,
             "lineage": self._lineage, "mesh": {**mesh.sizes, "order": list(mesh.order)},
             "torch": torch.__version__, "config": zero.config.to_dict(),
         }

@@ -15,8 +15,11 @@ from threed.layout_search.units import ShardSize, Strides
 from threed.optim.registry import OPTIMIZERS
 from threed.prediction.hardware import GroupPlace, Hardware
 from threed.prediction.prices import Prices, Travel
+from threed.program.entries import ParameterUnit
 from threed.program.instruction import Instruction, Op, Tier
-from threed.program.table import Elements, ParameterUnit, Table, UpdateSettings, ZeroSettings
+from threed.program.settings import Elements, UpdateSettings, ZeroSettings
+from threed.program.table import Table
+from threed.program.traffic import sent_by
 from threed.schema import Config
 
 
@@ -97,7 +100,7 @@ class Tolls:
         table = Table((), {0: unit}, (0,), 1, 0, elements, ZeroSettings(layout.stage), update=self.update)
 
         def sent(instruction: Instruction) -> float:
-            size = sum(table.sent(instruction).values())
+            size = sum(sent_by(table, instruction).values())
             return self.travel.ring(size, self.places[instruction.group])
 
         hardware = self.hardware

@@ -16,7 +16,7 @@ from threed.planner.facts import layouts, make_table, unit_costs, unit_parameter
 from threed.prediction.analytic import cost
 from threed.prediction.hardware import Hardware
 from threed.program.instruction import Instruction, Op, Slot
-from threed.program.table import Plan
+from threed.program.plan import Plan
 from threed.schedules.split import split_stages
 from threed.schema import Config, ZeroConfig
 

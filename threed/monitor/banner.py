@@ -14,7 +14,7 @@ from threed.monitor.loggers.logger import model_size
 from threed.planner.facts import unit_parameters
 from threed.prediction.hardware import DEFAULT, OF_CPUS, Hardware
 from threed.prediction.verb import document, priced
-from threed.program.table import Plan
+from threed.program.analysis import Analysis
 from threed.schema import Config
 
 LONG_S = 60.0  # a step that takes longer is said before it begins
@@ -32,7 +32,7 @@ def size_line(config: Config) -> str:
             f"{config.model.counted}")
 
 
-def predicted_s(config: Config, plan: Plan, device: torch.device) -> tuple[float, str] | None:
+def predicted_s(config: Config, analysis: Analysis, device: torch.device) -> tuple[float, str] | None:
     """Seconds of a step on the hardware that a device is most like, as `threed predict` has it, and the
     hardware's name. None where a step is surely short, or cannot be predicted."""
     name = OF_CPUS
@@ -45,7 +45,7 @@ def predicted_s(config: Config, plan: Plan, device: torch.device) -> tuple[float
         flops = model_flops(config.model, train.global_batch_size, train.micro_batch_size)
         if flops / config.world_size / machine.peak(4 if config.precision.dtype == "fp32" else 2) < IDEAL_S:
             return None
-        machine, step = priced(plan, name, None)
+        machine, step = priced(analysis, name, None)
         return document(step, machine)["step_time"], name
     except ThreedError:  # such as user layers, which have no price
         return None

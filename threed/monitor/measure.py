@@ -23,9 +23,9 @@ from threed.devices import device_of
 from threed.models.model import model_flops
 from threed.monitor.attribute import CAUSES, PARTS, attribute, parts
 from threed.monitor.straggler import WORK, Stragglers, by_place
+from threed.program.analysis import Analysis
 from threed.program.instruction import Instruction, Op
 from threed.program.simulate import Costs, predict
-from threed.program.table import Plan
 from threed.program.trace import Trace, compute_s
 from threed.schema import Config
 
@@ -75,7 +75,7 @@ class Meter:
     """Makes this rank's rows, and metrics from all ranks' rows."""
 
     config: Config
-    plan: Plan
+    analysis: Analysis
     comm: Comm
     stragglers: Stragglers = field(init=False)
     _sent: dict[str, int] = field(default_factory=dict)
@@ -119,8 +119,8 @@ class Meter:
         the step before."""
         if trace.is_late:
             (trace, step_s), self._last = self._last or (trace, step_s), (trace, step_s)
-        table, here = self.plan.table, self.comm.here
-        program = self.plan.programs[trace.name][here.position]
+        table, here = self.analysis.table, self.comm.here
+        program = self.analysis.plan.programs[trace.name][here.position]
         sent = {axis: self.comm.sent[axis] for axis in AXES}
         head = [step_s, compute_s(trace, program), float(device_of(self.comm.device).peak_bytes()),
                 *(float(sent[axis] - self._sent.get(axis, 0)) for axis in AXES), *map(float, asked), saving,
@@ -190,7 +190,7 @@ class Meter:
         the run's time."""
         if self._predicted is None or self._spent_s < 0.01 * elapsed_s:
             begin = time.monotonic()
-            self._predicted = predict(self.plan, step.costs, step.program).bubble
+            self._predicted = predict(self.analysis, step.costs, step.program).bubble
             self._spent_s += time.monotonic() - begin
         return self._predicted
 

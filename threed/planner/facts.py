@@ -23,22 +23,11 @@ from threed.models.model import tied_parameters
 from threed.models.tiling import cut_layers, layers_of, share_of, unit_layers
 from threed.optim.registry import OPTIMIZERS
 from threed.program.costs import load_costs
+from threed.program.entries import ComputeUnit, Handed, ParameterUnit, Read, Reduction, gradient_kind
 from threed.program.instruction import KINDS, Instruction, Op, Tier
+from threed.program.settings import ActivationSettings, Elements, LogitsSettings, UpdateSettings, ZeroSettings
 from threed.program.simulate import cost_of
-from threed.program.table import (
-    ActivationSettings,
-    ComputeUnit,
-    Elements,
-    Handed,
-    LogitsSettings,
-    ParameterUnit,
-    Read,
-    Reduction,
-    Table,
-    UpdateSettings,
-    ZeroSettings,
-    gradient_kind,
-)
+from threed.program.table import Table
 from threed.schedules.split import split_stages
 from threed.schema import PIECES, Config
 from threed.spec.parameter import SEQUENCE, Cost, Parameter, Share

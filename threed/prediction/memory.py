@@ -23,7 +23,7 @@ from typing import Any
 from threed.base.errors import InputError
 from threed.base.quantity import many, show_bytes, show_count
 from threed.optim.registry import OPTIMIZERS
-from threed.planner import make_plan
+from threed.planner import analyse
 from threed.program.summary import fixed_bytes, stages
 from threed.schema import Config, ZeroConfig
 
@@ -62,7 +62,7 @@ def of_config(config: Config) -> dict[str, Any]:
     most."""
     values: dict[str, Any] = {"parameters": 0, "shards": config.shard_size}
     for stage in STAGES:
-        rows = stages(make_plan(at_stage(config, stage)))
+        rows = stages(analyse(at_stage(config, stage)))
         most = max(rows, key=fixed_bytes)
         values["parameters"] = max(values["parameters"], *(row["parameters"] for row in rows))
         values[f"stage_{stage}"] = fixed_bytes(most) - most["buffer_bytes"]

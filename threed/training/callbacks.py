@@ -82,7 +82,7 @@ class Tracing(Callback):
 
     def on_start(self, trainer: Trainer) -> None:
         folder, first = Path(trainer.config.run.dir), trainer.step_number + 1
-        self.writer = TraceWriter(folder, trainer.plan, trainer.comm, first)
+        self.writer = TraceWriter(folder, trainer.engine.analysis, trainer.comm, first)
 
     def on_step_end(self, trainer: Trainer, step: Step) -> None:
         if step.trace.name != "train":  # with delayed updates a few steps run other programs

@@ -136,8 +136,8 @@ def test_a_wrong_transition_raises(settings, noun, passes, raises):
 
 
 @pytest.mark.parametrize("settings, noun, passes, raises, said", [
-    ("zero3", W, "gather", "gather", "GATHER of the weights of p1 (blocks.0) begins in SHARDED, and the state "
-                                     "is GATHERED (the device has all of them)"),
+    ("zero3", W, "gather", "gather", "GATHER of the weights of p1 (blocks.0) begins in SHARDED, and the "
+                                     "state is GATHERED (the device has all of them)"),
     ("zero2", G, "", "reduce", "REDUCE of the gradient of p1 (blocks.0) begins in WHOLE, and the state is "
                                "NOTHING (it has no buffer)"),
     ("nvme", O, "fetch", "fetch", "FETCH of the optimizer state of p1 (blocks.0) begins in DISK, and the "

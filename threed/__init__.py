@@ -53,7 +53,7 @@ __all__ = ["Callback", "Config", "Layers", "Plan", "Run", "Sampling", "Spec", "T
            "show", "train"]
 
 _HOMES = {"__version__": "base.version", "Callback": "training.hooks", "Config": "schema",
-          "Layers": "models.own.model", "Plan": "program.table", "Run": "monitor.run",
+          "Layers": "models.own.model", "Plan": "program.plan", "Run": "monitor.run",
           "Sampling": "data.sampling", "Spec": "models.own.spec", "ThreedError": "base.errors",
           "Trainer": "training.trainer", "check": "api.plans", "evaluate": "api.inference",
           "generate": "api.inference", "initialize": "api.initialize", "load": "config.load",

@@ -10,6 +10,7 @@ from fractions import Fraction
 
 from threed.base.errors import InputError
 
+BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}  # of an element, by precision.dtype and its like
 ALIGNMENT = 4096  # bytes: of memory, lengths and offsets, for reads and writes of a disk past the page cache
 _BINARY = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _COUNTS = {"": 1.0, **dict.fromkeys(("k", "thousand"), 1e3), **dict.fromkeys(("m", "mn", "million"), 1e6),

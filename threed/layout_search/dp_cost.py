@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from threed.base.mesh import Mesh
-from threed.base.quantity import ring
+from threed.base.quantity import BYTES, ring
 from threed.features.pipeline.parts import settings
 from threed.features.zero.plan import Sums, reductions
 from threed.layout_search.layout import Layout
@@ -60,7 +60,7 @@ class Tolls:
 
     def __init__(self, config: Config, hardware: Hardware, layout: Layout):
         precision, self.layout, self.hardware = config.precision, layout, hardware
-        element = 4 if precision.dtype == "fp32" else 2
+        element = BYTES[precision.dtype]
         reduced = layout.reduce_dtype or precision.reduce_dtype
         self.elements = Elements(element, *(4 if dtype == "fp32" else element for dtype in
                                             (precision.grad_dtype, reduced)))

@@ -10,6 +10,7 @@ from typing import NamedTuple, TypeVar
 
 from threed.base.errors import InputError
 from threed.base.mesh import Mesh
+from threed.base.quantity import BYTES
 from threed.features.activation.plan import mark, worthwhile
 from threed.models.tiling import cut_layers, together, unit_layers
 from threed.planner.facts import layouts, make_table, unit_costs, unit_parameters
@@ -80,7 +81,7 @@ class Units:
 
     def tiles(self, tp: int) -> tuple[str, ...]:
         """Limits for tiles of the largest unit, a few and more of them, that the model can have."""
-        element = 4 if self.config.precision.dtype == "fp32" else 2
+        element = BYTES[self.config.precision.dtype]
         size = self.largest(tp) * element
         limits = [f"{1 << (size // parts).bit_length() - 21}MiB" for parts in (2, 8) if size // parts >> 20]
         config = copy.deepcopy(self.reduced)

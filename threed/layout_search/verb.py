@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from threed.base.errors import InputError, ThreedError, check_type
-from threed.base.quantity import many, parse_memory, show_bytes, show_count, show_seconds
+from threed.base.quantity import BYTES, many, parse_memory, show_bytes, show_count, show_seconds
 from threed.base.texttable import wrapped
 from threed.config.load import checked
 from threed.layout_search.request import Question, ask, write
@@ -96,7 +96,7 @@ def _planned(asked: Question, machine: Hardware, limit: int, result: SearchResul
 def _row(asked: Question, machine: Hardware, found: Found, measured: dict[str, Any]) -> dict[str, Any]:
     layout, estimate, base = found.layout, found.estimate, asked.base
     step_s, ranks = measured["step_s"], layout.tp * layout.pp * layout.dp
-    peak = machine.peak(4 if base.precision.dtype == "fp32" else 2)
+    peak = machine.peak(BYTES[base.precision.dtype])
     waits = estimate.bubble * estimate.step_s - estimate.dp_s - estimate.offload_s
     lost = {"bubble": max(0.0, waits), "recomputation": estimate.again_s,
             "collectives over tp": estimate.tp_s, "traffic over dp": estimate.dp_s,

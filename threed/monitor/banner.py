@@ -7,7 +7,7 @@ from math import prod
 import torch
 
 from threed.base.errors import ThreedError
-from threed.base.quantity import show_count, show_seconds
+from threed.base.quantity import BYTES, show_count, show_seconds
 from threed.devices import device_of
 from threed.models.model import model_flops
 from threed.monitor.loggers.logger import model_size
@@ -43,7 +43,7 @@ def predicted_s(config: Config, analysis: Analysis, device: torch.device) -> tup
         machine = Hardware.parse(name)
         train = config.train
         flops = model_flops(config.model, train.global_batch_size, train.micro_batch_size)
-        if flops / config.world_size / machine.peak(4 if config.precision.dtype == "fp32" else 2) < IDEAL_S:
+        if flops / config.world_size / machine.peak(BYTES[config.precision.dtype]) < IDEAL_S:
             return None
         machine, step = priced(analysis, name, None)
         return document(step, machine)["step_time"], name

@@ -11,12 +11,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
+from threed.base.quantity import BYTES
+
 if TYPE_CHECKING:
     from torch import Tensor
 
     from threed.schema import OptimizerConfig
-
-BYTES = {"fp32": 4, "bf16": 2}
 
 
 class Buffer(NamedTuple):

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from threed.base.errors import InputError
 from threed.base.mesh import GROUPS, Mesh, axes_of
-from threed.base.quantity import add_up
+from threed.base.quantity import BYTES, add_up
 from threed.config.validate import stage_runs
 from threed.features.offload import plan as offload
 from threed.features.pipeline.parts import cut, settings
@@ -179,7 +179,7 @@ class _Shared(NamedTuple):
 
 def _elements(config: Config) -> Elements:
     precision = config.precision
-    return Elements(*map(_bytes, (precision.dtype, precision.grad_dtype, precision.reduce_dtype)))
+    return Elements(BYTES[precision.dtype], BYTES[precision.grad_dtype], BYTES[precision.reduce_dtype])
 
 
 def _zero(config: Config) -> ZeroSettings:
@@ -218,11 +218,6 @@ def _send_home(config: Config, parameters: dict[int, ParameterUnit]) -> None:
             stays = unit.whole or (unit.trains and home == Tier.DEVICE)
             parameters[p] = replace(unit, state_home=home,
                                     weight_home=Tier.DEVICE if stays else tiers[asked.parameters])
-
-
-def _bytes(dtype: str) -> int:
-    """Of an element."""
-    return 4 if dtype == "fp32" else 2
 
 
 def _act_bytes(config: Config) -> int:

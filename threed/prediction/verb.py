@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from threed.base.errors import InputError, check_type
-from threed.base.quantity import parse_count
+from threed.base.quantity import BYTES, parse_count
 from threed.models.model import model_flops
 from threed.planner import make_mesh, make_plan
 from threed.planner.from_config import CONFIG, analysed, config_of, load_config
@@ -85,7 +85,7 @@ def document(step: PricedPlan, machine: Hardware, tokens: float | None = None) -
 def _speed(config: Config, machine: Hardware, step_s: float, tokens: float | None) -> dict[str, Any]:
     """Tokens a second of all devices, their share of the peak, and a whole training."""
     ranks = make_mesh(config).size
-    peak = machine.peak(4 if config.precision.dtype == "fp32" else 2)
+    peak = machine.peak(BYTES[config.precision.dtype])
     done = model_flops(config.model, config.train.global_batch_size, config.train.micro_batch_size)
     rate = config.tokens_per_step / step_s if step_s else 0.0
     counted = config.model.counted

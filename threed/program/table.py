@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from threed.optim.base import BYTES
+from threed.base.quantity import BYTES
 from threed.program.entries import ComputeUnit, ParameterUnit, Reduction, gradient_kind
 from threed.program.instruction import PARAMETER_KINDS, PHASES, WHOLES, Instruction, Slot, Tier
 from threed.program.names import GENERATE

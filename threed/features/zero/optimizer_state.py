@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import torch
 
+from threed.base.quantity import BYTES
 from threed.comm.lanes import Job
 from threed.features.zero.part import UnitPart
 from threed.features.zero.storage import Storage
 from threed.features.zero.transition import Transition
 from threed.features.zero.weights import Weights
-from threed.optim.base import BYTES, Buffer
+from threed.optim.base import Buffer
 from threed.program.instruction import Tier
 from threed.tensor.precision import DTYPES, has_bits_of
 

@@ -15,6 +15,8 @@ import torch
 from tests.harness import batches, tiny
 from threed.base.errors import RunError
 from threed.devices.clock import HostClock
+from threed.devices.cpu import Cpu
+from threed.devices.cuda import Cuda
 from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
 from threed.monitor.attribute import CAUSES, attribute
@@ -88,12 +90,13 @@ def test_step_time_is_the_predicted_one(schedule):
         assert causes["p2p_wait"] + causes["idle"] < 0.5 * row["step_s"], (position, causes)
 
 
-def test_a_failure_names_where_the_work_is():
+def test_a_failure_names_where_the_work_is(monkeypatch):
     """On a GPU the host runs ahead of the work: what is named, where the GPU has failed, is the first
     instruction that has not ended."""
     config = tiny("parallel.pp=1")
     plan = make_plan(config)
     reached = 7
+    monkeypatch.setattr(Cpu, "has_failed", Cuda.has_failed)
 
     def work(comm):
         engine = Engine(config, plan, comm)

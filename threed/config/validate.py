@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 
@@ -29,6 +30,8 @@ def validate(config: Config, world_size: int | None = None) -> list[Problem]:
     # sections with a wrong value, with which the checks below cannot calculate
     wrong = {problem.section for problem in problems}
     problems += check_monitor(config)
+    if "precision" in wrong:  # so that bytes can be counted
+        config = replace(config, precision=PrecisionConfig())
     if not wrong & {"model", "parallel"}:
         of_model = list(_check_model(config))
         of_layers = unsound(config.model) or ([] if of_model else list(_check_tiling(config)))

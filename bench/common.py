@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from threed.comm.group import ProcessComm
+from threed.comm.process import ProcessComm
 from threed.config.load import load
 from threed.schema import Config
 from threed.tensor.context import Batch

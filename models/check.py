@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from threed.base.errors import InputError
+from threed.base.errors import InputError, Problem
 from threed.models.families.registry import calling
 from threed.models.layers.base import Layer, Part
 from threed.models.layers.block import Block, Branch
@@ -15,23 +15,26 @@ from threed.schema import ModelConfig
 from threed.spec.parameter import Parameter
 
 
-def unsound(model: ModelConfig) -> list[str]:
-    """Why the layers of a model cannot run, one line each; empty when they can."""
-    asked = f"model.family={model.family}"
+def unsound(model: ModelConfig) -> list[Problem]:
+    """Why the layers of a model cannot run; empty when they can."""
     try:
         listed: Any = layers(model)
         if problem := _no_layers(listed):
-            return [f"{asked}: layers() {problem}"]
+            return [_of_family(model, f"layers() {problem}")]
         problems = [*_ends(listed)]
         for layer in listed:
             problems += _branches(layer, layer.name)
         if problems:
-            return [f"{asked}: {problem}" for problem in problems]
+            return [_of_family(model, problem) for problem in problems]
         with calling(model.family, "parameters()"):
             problem = _names(listed)
-        return [f"{asked}: {problem}"] if problem else _adapters(model, listed)
+        return [_of_family(model, problem)] if problem else _adapters(model, listed)
     except InputError as error:
-        return [str(error)]
+        return [Problem("model.family", str(error))]
+
+
+def _of_family(model: ModelConfig, text: str) -> Problem:
+    return Problem.of("model.family", f"={model.family}: {text}")
 
 
 def _no_layers(listed: Any) -> str | None:
@@ -78,30 +81,33 @@ def _branches(part: Part, layer: str) -> Iterator[str]:
         yield from _branches(inner, layer)
 
 
-def _adapters(model: ModelConfig, listed: Sequence[Layer]) -> list[str]:
+def _adapters(model: ModelConfig, listed: Sequence[Layer]) -> list[Problem]:
     """Why a model cannot have the adapters that it asks for."""
     if model.lora_rank is None:
-        return [f"model.{key}={getattr(model, key)} needs model.lora_rank, the rank of adapters; leave it out"
+        return [Problem.of(f"model.{key}", f"={getattr(model, key)} needs model.lora_rank, the rank of "
+                           "adapters; leave it out")
                 for key in ("lora_alpha", "lora_targets") if getattr(model, key) is not None]
     if model.tile_linears is not None:
-        return [f"model.tile_linears={model.tile_linears} with model.lora_rank={model.lora_rank}: tiles have "
-                "no adapters; leave one of the two out"]
+        return [Problem.of("model.tile_linears", f"={model.tile_linears} with "
+                           f"model.lora_rank={model.lora_rank}: tiles have no adapters; leave one of the two "
+                           "out")]
     offered = list(dict.fromkeys(target for layer in listed for part in every(layer)
                                  if isinstance(part, Linear) for target in part.offers))
-    asked = f"model.lora_targets={list(model.targets)}"
+    asked = f"={list(model.targets)}"
     if strange := [target for target in model.targets if target not in offered]:
-        return [f"{asked}: the model has no linear {strange[0]}; it has {', '.join(offered) or 'none'}"]
+        return [Problem.of("model.lora_targets", f"{asked}: the model has no linear {strange[0]}; it has "
+                           f"{', '.join(offered) or 'none'}")]
     if "qkv_proj" in model.targets and len({"q_proj", "k_proj", "v_proj"} & {*model.targets}):
-        return [f"{asked}: qkv_proj is one adapter for queries, keys and values together: leave it out, or "
-                "the others"]
+        return [Problem.of("model.lora_targets", f"{asked}: qkv_proj is one adapter for queries, keys and "
+                           "values together: leave it out, or the others")]
     if not model.targets or len(set(model.targets)) < len(model.targets):
-        return [f"{asked}: must be some of {', '.join(offered)}, each once"]
+        return [Problem.of("model.lora_targets", f"{asked}: must be some of {', '.join(offered)}, each once")]
     trained = {parameter.name for adapter in adapters(model) for parameter in adapter.parameters()}
     wild = next((parameter.name for layer in listed for parameter in layer.parameters()
                  if parameter.trains and parameter.name not in trained), None)
-    return [] if wild is None else [
-        f"model.lora_rank={model.lora_rank}: parameter {wild} of family {model.family} is in no part of the "
-        "kind threed.models.layers.parts.Held, so it cannot be frozen"]
+    return [] if wild is None else [Problem.of(
+        "model.lora_rank", f"={model.lora_rank}: parameter {wild} of family {model.family} is in no part of "
+        "the kind threed.models.layers.parts.Held, so it cannot be frozen")]
 
 
 def _names(listed: Sequence[Layer]) -> str | None:

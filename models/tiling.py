@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from threed.base.errors import InputError
 from threed.base.mesh import axes_of
-from threed.base.quantity import parse_bytes, show_bytes
+from threed.base.quantity import BYTES, parse_bytes, show_bytes
 from threed.base.remember import remembered
 from threed.models.layers.base import Layer, Tileable
 from threed.models.model import layers
@@ -57,7 +57,7 @@ def share_of(config: Config) -> Share:
     parallel = config.parallel
     ranks = {axis: getattr(parallel, axis) for axis in axes_of("parameters")}
     return Share(ranks, ("tp",) if parallel.sequence_parallel else (), config.train.micro_batch_size,
-                 4 if config.precision.dtype == "fp32" else 2, config.data.document_mask, config.masked)
+                 BYTES[config.precision.dtype], config.data.document_mask, config.masked)
 
 
 def layers_of(config: Config) -> list[Layer]:

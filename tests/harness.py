@@ -16,15 +16,17 @@ from allpairspy import AllPairs
 
 from tests.reference import data_of
 from threed.base.mesh import axes_of
-from threed.comm.group import Comm, ProcessComm
+from threed.comm.group import Comm
+from threed.comm.process import ProcessComm
 from threed.config.contract import Cell, axes, cells, refusal
 from threed.config.load import load
 from threed.engine.engine import Engine
 from threed.engine.loopback import channel_pairs, run_loopback
 from threed.planner import make_mesh, make_plan
+from threed.program.analysis import Analysis
 from threed.program.instruction import Op, Slot
+from threed.program.plan import Plan
 from threed.program.summary import stages
-from threed.program.table import Plan
 from threed.schedules.orders import SCHEDULES
 from threed.schema import Config
 from threed.tensor.context import Batch
@@ -115,7 +117,7 @@ def least_budget(*overrides: str) -> int:
     """Bytes of activations that a rank keeps with every unit recomputed: the least `activation.budget` that
     there can be."""
     return max(row["activation_peak_bytes"]
-               for row in stages(make_plan(tiny(*overrides, "activation.policy=full"))))
+               for row in stages(Analysis(make_plan(tiny(*overrides, "activation.policy=full")))))
 
 
 @cache
@@ -200,7 +202,9 @@ def drive(config: Config, engine: Engine, comm: Comm, steps: int,
     def after(instruction, slots):
         if instruction.op == Op.CLIP:
             for unit, state in engine.zero.stepped.items():
-                gradient = state.gradient_prev if instruction.gradients == "wait" else state.gradient
+                unit_gradient = state.gradient
+                gradient = (unit_gradient.waiting if instruction.gradients == "wait"
+                            else unit_gradient.values)
                 grads[unit] = (gradient.float() / scale / share(slots.get(Slot("scale")))).cpu()
 
     def share(clipped: Any) -> float:  # by which STEP divides, where a loss counts by itself
@@ -213,8 +217,8 @@ def drive(config: Config, engine: Engine, comm: Comm, steps: int,
         norms.append(clipped.grad_norm)
         engine.after = None
     # (from here, on a GPU, because another thread's stream would not wait for this one's)
-    weights = {unit: torch.clone(state.weights).cpu() for unit, state in engine.states.items()}
-    places = {unit: (state.owned, state.layout) for unit, state in engine.states.items()}
+    weights = {unit: torch.clone(state.optimizer_state.master).cpu() for unit, state in engine.states.items()}
+    places = {unit: (state.part.owned, state.part.layout) for unit, state in engine.states.items()}
     sent, evaluated = dict(comm.sent), None
     if "evaluate" in engine.plan.programs:
         evaluated = engine.run("evaluate", data(config, comm, steps, train=False))[0].loss

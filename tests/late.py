@@ -91,8 +91,8 @@ def _spoiling(engine: Engine, handler: Callable) -> Callable:
         unit, kept = instruction.unit, slice(0, 0)
         if instruction.op == Op.GATHER:
             slot, state = Slot("param", unit), engine.states[unit]
-            if state.unit.whole and state.unit.weight_home == Tier.DEVICE:
-                kept = slice(*state.owned)  # the rank's own part is what it gathers from
+            if state.part.unit.whole and state.part.unit.weight_home == Tier.DEVICE:
+                kept = slice(*state.part.owned)  # the rank's own part is what it gathers from
         elif instruction.op == Op.STEP:
             slot = engine.plan.table.weight(unit).on(Tier.HOST)
             kept = slice(0, None if slot == engine.plan.table.weight(unit) else 0)
@@ -120,4 +120,4 @@ def _spoiling(engine: Engine, handler: Callable) -> Callable:
 
 def _streamed(engine: Engine, unit: int) -> torch.Tensor | None:
     """The reduced gradient of a unit in a buffer of its own; None where a reduction adds to what is there."""
-    return engine.states[unit].gshard if engine.plan.table.streams(unit) else None
+    return engine.states[unit].gradient.shard if engine.plan.table.streams(unit) else None

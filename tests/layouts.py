@@ -15,8 +15,9 @@ from threed.planner import make_plan
 from threed.prediction.analytic import cost
 from threed.prediction.contention import step
 from threed.prediction.hardware import Hardware
+from threed.program.analysis import Analysis
+from threed.program.plan import Plan
 from threed.program.summary import fixed_bytes, stages
-from threed.program.table import Plan
 from threed.schedules.orders import SCHEDULES
 from threed.schema import Config
 
@@ -45,7 +46,7 @@ def short_s(config: Config, hardware: Hardware) -> float:
 def full_s(config: Config, hardware: Hardware) -> float:
     """A step by the full plan."""
     plan = make_plan(config)
-    return step(plan, cost(plan, hardware), hardware).total_s
+    return step(Analysis(plan), cost(plan, hardware), hardware).total_s
 
 
 def draw(rng: random.Random, bounds: Bounds) -> Layout:
@@ -79,16 +80,18 @@ def compared(base: Config, hardware: Hardware, seed: int, count: int, most: int 
             continue  # a schedule that needs more micro-batches, or more units
         count -= 1
         full = max(_held(plan, transient))
-        yield Compared(layout, short_s(config, hardware), step(plan, cost(plan, hardware), hardware).total_s,
+        total_s = step(Analysis(plan), cost(plan, hardware), hardware).total_s
+        yield Compared(layout, short_s(config, hardware), total_s,
                        bounds.bytes(layout) - bounds.taken(layout), full)
 
 
 def _held(plan: Plan, transient: Transient | None) -> list[int]:
     """By position."""
-    rows = stages(plan)
+    analysis = Analysis(plan)
+    rows = stages(analysis)
     if transient is None:
         return [fixed_bytes(row) + row["activation_peak_bytes"] for row in rows]
     from threed.prediction.transient import peak_bytes  # torch
 
     held = transient.of(plan)
-    return [fixed_bytes(row) + peak_bytes(plan, position, held) for position, row in enumerate(rows)]
+    return [fixed_bytes(row) + peak_bytes(analysis, position, held) for position, row in enumerate(rows)]

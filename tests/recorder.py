@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from threed.engine import graphs
+from threed.devices.cpu import Cpu
 from threed.engine.engine import Engine
 from threed.engine.graphs import _unowned
 
@@ -202,7 +202,7 @@ def record_on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[Repeater]:
         made.append(Repeater())
         return made[-1]
 
-    monkeypatch.setitem(graphs.RECORDERS, "cpu", recorder)
+    monkeypatch.setattr(Cpu, "recorder", lambda device: recorder())
     run = Engine._run
 
     def running(self: Engine, *arguments: Any) -> Any:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from threed.base.mesh import GROUPS, Mesh
-from threed.comm.group import initialized
+from threed.comm.process import initialized
 from threed.engine.loopback import ThreadGroup, World
 from threed.models.layers.base import Out
 from threed.models.model import layers, parameters

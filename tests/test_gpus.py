@@ -14,11 +14,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.harness import tiny
+from threed import devices
 from threed.base.errors import InputError, RunError
-from threed.comm import forks
+from threed.devices import cuda, forks, pick
+from threed.devices.cpu import Cpu
 from threed.engine import gpu
-from threed.engine.device import pick_device
 from threed.launcher import local as launcher
 from threed.tensor import layers
 from threed.tensor.shapes import Shapes
@@ -32,13 +32,13 @@ def built_for_cuda(monkeypatch):
     monkeypatch.setattr(torch.cuda, "_is_compiled", lambda: True)
 
     def answers(bad: bool, listed: int, usable: bool = True) -> None:
-        forks._found.cache_clear()
+        cuda._ask.cache_clear()
         monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: bad)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: listed)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: usable and listed > 0)
 
     yield answers
-    forks._found.cache_clear()
+    cuda._ask.cache_clear()
 
 
 # ---------------------------------------------------------------- forks
@@ -64,20 +64,20 @@ def test_a_child_has_no_handlers(monkeypatch):
 
 def test_gpus_of_forks(built_for_cuda, monkeypatch):
     built_for_cuda(False, 4)
-    assert forks.gpus() == launcher.local_world_size("auto") == 4
+    assert cuda.Cuda.for_forks() == launcher.local_world_size("auto") == 4
     assert launcher.local_world_size("cpu") is None
     built_for_cuda(True, 0)  # a CUDA build without a GPU: whoever has asked has done no harm
-    assert forks.gpus() == 0 and launcher.local_world_size("auto") is None
+    assert cuda.Cuda.for_forks() == 0 and launcher.local_world_size("auto") is None
     built_for_cuda(True, 2)
     with pytest.raises(InputError, match="this process has started CUDA, so ranks"):
-        forks.gpus()
+        cuda.Cuda.for_forks()
     built_for_cuda(False, 2, usable=False)
     with pytest.raises(InputError, match="the driver lists 2 GPUs, but a process that is forked"):
-        forks.gpus()
+        cuda.Cuda.for_forks()
     built_for_cuda(False, 2)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: os.kill(os.getpid(), signal.SIGKILL))
     with pytest.raises(RunError, match="died, or got no answer within"):
-        forks.gpus()
+        cuda.Cuda.for_forks()
 
 
 @pytest.mark.parametrize("device, gpus, ranks, message", [
@@ -85,7 +85,7 @@ def test_gpus_of_forks(built_for_cuda, monkeypatch):
     ("auto", 2, 8, "8 ranks would start on this machine, and each takes a GPU, but it has 2: lower"),
     ("cuda", 0, 1, "torch sees no GPU here")])
 def test_gpus_are_enough(device, gpus, ranks, message, monkeypatch):
-    monkeypatch.setattr(forks, "gpus", lambda: gpus)
+    monkeypatch.setattr(cuda.Cuda, "for_forks", classmethod(lambda kind: gpus))
     if message is None:
         launcher.check_gpus(device, ranks)
     else:
@@ -128,14 +128,47 @@ def test_the_compiler_is_not_imported_with_megatron(monkeypatch):
 # ---------------------------------------------------------------- a rank's GPU
 
 
+class Other(Cpu):
+    """Another accelerator of a machine: a file of its own would hold as much."""
+
+    kind, backend, asynchronous, visible, lister = "xpu", "xccl", True, "ZE_AFFINITY_MASK", "xpu-smi"
+    usable = True
+
+    @classmethod
+    def available(cls) -> bool:
+        return cls.usable
+
+    @classmethod
+    def count(cls) -> int:
+        return 2
+
+
+def test_another_accelerator_is_a_row(monkeypatch):
+    monkeypatch.setitem(devices.KINDS, "xpu", f"{__name__}:Other")
+    monkeypatch.setattr(devices, "ACCELERATORS", ("cuda", "xpu"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert pick("auto", 1) == pick("xpu", 1) == torch.device("xpu", 1) and pick("cpu", 1).type == "cpu"
+    assert isinstance(devices.device_of(torch.device("xpu", 1)), Other)
+    assert gpu.clash([("xpu", "", "a"), ("cpu", "", "b")]) == (
+        "rank 1 on b sees no GPU, and rank 0 on a has one: see there whether xpu-smi lists GPUs, and what "
+        "ZE_AFFINITY_MASK says; run.device=cpu uses none")
+    with pytest.raises(InputError, match="local rank 2 has no GPU: there are 2 on this machine"):
+        pick("auto", 2)
+    devices.device_of.cache_clear()  # other tests know no such device
+    monkeypatch.setattr(Other, "usable", False)
+    assert pick("auto", 1).type == "cpu"
+    with pytest.raises(InputError, match=r"run\.device=xpu, but torch sees no GPU here"):
+        pick("xpu", 0)
+
+
 def test_one_visible_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for count, local, chosen in ((8, 3, 3), (1, 0, 0), (1, 3, 0)):
         monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
-        assert pick_device(tiny(), local) == torch.device("cuda", chosen)
+        assert pick("auto", local) == torch.device("cuda", chosen)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(InputError, match="local rank 3 has no GPU: there are 2"):
-        pick_device(tiny(), 3)
+        pick("auto", 3)
 
 
 def test_clashes():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,9 +16,10 @@ ROOT = Path(__file__).parents[1]
 # of a feature from no other feature. Each folder's __init__ says what it is.
 FLOORS = (
     "base",
-    "spec schedules comm",
+    "devices",
+    "spec schedules comm optim",
     "schema",
-    "tensor optim",
+    "tensor",
     "models",
     "data config",
     "program",
@@ -119,7 +121,7 @@ def test_folders_say_what_they_are():
         text = ast.get_docstring(ast.parse(path.read_text())) or ""
         assert len(text) > 60, f"{path.relative_to(ROOT)} does not say what its folder is"
     loose = {path.stem for path in (ROOT / "threed").glob("*.py")}
-    assert loose == {"__init__", "__main__", "schema", "extend", "torchrun"}
+    assert loose == {"__init__", "__main__", "extend", "torchrun"}
     assert set(FLOOR) <= {name.split(".")[0] for name in MODULES}, "a folder that was renamed"
 
 
@@ -152,7 +154,14 @@ def _attributes(module: str) -> set[str]:
 def test_one_door_to_other_ranks():
     """A collective outside comm is counted by nobody, has no name, and shows in no trace."""
     agents = {"torchrun", "launcher.agents", "launcher.elastic"}  # they start ranks, and connect none
-    assert users("torch.distributed") <= {"comm.group", "comm.store", "engine.loopback"} | agents
+    assert users("torch.distributed") <= {"comm.process", "comm.store", "engine.loopback"} | agents
+
+
+def test_one_door_to_accelerators():
+    """Another kind of device is one file, and a row of `devices.KINDS`."""
+    named = re.compile(r"(?<!\w)cuda(?!\w)|is_cuda")
+    assert not {module for module, path in MODULES.items() if named.search(path.read_text())
+                if not module.startswith("devices")}
 
 
 def test_one_door_to_megatron():

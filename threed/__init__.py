@@ -25,8 +25,8 @@ import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-# Ranks are forked, and a process that has started CUDA cannot fork ranks that use it. The call
-# torch.cuda.is_available() starts it, unless this is set, which it reads each time: then it asks NVML.
+# Ranks are forked, and a process that has started CUDA cannot fork ranks that use it. To ask torch whether
+# there is a GPU starts it, unless this is set: then torch asks NVML.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from threed.models.own.spec import Spec
     from threed.monitor.run import Run
     from threed.prediction.verb import predict
-    from threed.program.table import Plan
+    from threed.program.plan import Plan
     from threed.schema import Config
     from threed.training.hooks import Callback
     from threed.training.trainer import Trainer
@@ -53,7 +53,7 @@ __all__ = ["Callback", "Config", "Layers", "Plan", "Run", "Sampling", "Spec", "T
            "show", "train"]
 
 _HOMES = {"__version__": "base.version", "Callback": "training.hooks", "Config": "schema",
-          "Layers": "models.own.model", "Plan": "program.table", "Run": "monitor.run",
+          "Layers": "models.own.model", "Plan": "program.plan", "Run": "monitor.run",
           "Sampling": "data.sampling", "Spec": "models.own.spec", "ThreedError": "base.errors",
           "Trainer": "training.trainer", "check": "api.plans", "evaluate": "api.inference",
           "generate": "api.inference", "initialize": "api.initialize", "load": "config.load",

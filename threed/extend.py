@@ -57,7 +57,7 @@ def measured_cost(layer: Layer, config: Config) -> Cost:
 
     >>> [measured_cost(layer, config).flops for layer in layers_of(config)]
     """
-    from threed.comm.group import initialized
+    from threed.comm.process import initialized
     from threed.models.measure import Measured
 
     with initialized():

@@ -29,7 +29,8 @@ from threed.planner import make_pipeline, make_plan
 from threed.prediction.analytic import cost
 from threed.prediction.contention import step
 from threed.prediction.hardware import Hardware
-from threed.program.table import Plan
+from threed.program.analysis import Analysis
+from threed.program.plan import Plan
 from threed.schema import Config
 from threed.spec.kernels import Moved
 
@@ -69,7 +70,7 @@ class Row(NamedTuple):
 
     def predicted_s(self, hardware: Hardware | None = None) -> float:
         hardware = hardware or Hardware.parse(self.hardware)
-        return step(self.plan, cost(self.plan, hardware), hardware).total_s
+        return step(Analysis(self.plan), cost(self.plan, hardware), hardware).total_s
 
 
 def plan_of(config: Config) -> Plan:

@@ -28,13 +28,15 @@ import torch
 from bench.common import Sizes, batches, machine, make_config, processors
 from threed.base.errors import RunError
 from threed.base.quantity import parse_bytes, show_bytes, show_count
-from threed.comm.group import HOST_LANES, Comm, ProcessComm, file_store
+from threed.comm.group import HOST_LANES, Comm
 from threed.comm.lanes import Handle, Job, Lane
+from threed.comm.process import ProcessComm, file_store
+from threed.devices import device_of
 from threed.engine.device import set_up
 from threed.engine.engine import Engine
 from threed.models.model import layers
-from threed.monitor.measure import peak_bytes
 from threed.planner import make_mesh, make_plan
+from threed.program.analysis import Analysis
 from threed.program.instruction import COMPUTE
 from threed.program.summary import fixed_bytes, stages
 from threed.program.trace import Trace
@@ -125,7 +127,7 @@ def config_of(size: Sizes, blocks: int, setting: str) -> Config:
 
 def needs(size: Sizes, blocks: int, setting: str) -> tuple[int, int]:
     """(device, host) bytes of the plan."""
-    row = stages(make_plan(config_of(size, blocks, setting)))[0]
+    row = stages(Analysis(make_plan(config_of(size, blocks, setting))))[0]
     return fixed_bytes(row) + row["activation_peak_bytes"], row["host_bytes"]
 
 
@@ -166,7 +168,7 @@ def train(size: Sizes, blocks: int, setting: str, comm: Comm, steps: int) -> Mea
     comm._lanes.clear()
     engine.close()
     numel = sum(p.numel for layer in layers(config.model) for p in layer.own_parameters())
-    return Measured(blocks, numel, device, host, peak_bytes(comm.device) if cuda else 0, best[0],
+    return Measured(blocks, numel, device, host, device_of(comm.device).peak_bytes() if cuda else 0, best[0],
                     config.tokens_per_step / best[0], best[1])
 
 

@@ -23,15 +23,17 @@ from bench.common import Sizes, batches, make_config
 from threed import predict
 from threed.base.errors import InputError
 from threed.base.quantity import show_bytes
-from threed.comm.group import Comm, ProcessComm, file_store
+from threed.comm.group import Comm
+from threed.comm.process import ProcessComm, file_store
+from threed.devices import device_of
 from threed.engine.device import attention, compiles, set_up
 from threed.engine.engine import Engine
 from threed.models.model import model_flops
-from threed.monitor.measure import peak_bytes
 from threed.planner import make_mesh, make_plan
+from threed.program.analysis import Analysis
 from threed.program.instruction import Op, Slot
+from threed.program.plan import Plan
 from threed.program.summary import fixed_bytes, stages
-from threed.program.table import Plan
 from threed.schema import Config
 from threed.tensor.context import Batch
 from threed.tensor.precision import DTYPES
@@ -130,7 +132,7 @@ def alone(config: Config) -> Iterator[Comm]:
 
 def planned_bytes(plan: Plan) -> int:
     """Bytes of the device that a plan needs."""
-    row = stages(plan)[0]
+    row = stages(Analysis(plan))[0]
     return fixed_bytes(row) + row["activation_peak_bytes"]
 
 
@@ -165,7 +167,7 @@ def measure(config: Config, plan: Plan, comm: Comm, steps: int) -> Run:
         for index, item in enumerate(plan.programs["train"][0]):
             if item.op in (Op.FORWARD, Op.BACKWARD, Op.RECOMPUTE, Op.STEP):
                 units[item.op, item.unit].append(trace.ended[index] - trace.started[index])
-    peak = peak_bytes(comm.device) if comm.device.type == "cuda" else 0
+    peak = device_of(comm.device).peak_bytes() if comm.device.type == "cuda" else 0
     engine.close()
     return Run(statistics.median(took), peak, {key: statistics.median(each) for key, each in units.items()})
 

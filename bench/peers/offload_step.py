@@ -21,7 +21,8 @@ from bench.common import Sizes, make_config
 from bench.peers.turns import TIMEOUT_S, answer, check, join, timed
 from bench.peers.zero_peers import DEEPSPEED, DEEPSPEED_VERSION, Step, deepspeed, threed
 from threed.base.quantity import show_count
-from threed.comm.group import Comm, ProcessComm, file_store
+from threed.comm.group import Comm
+from threed.comm.process import ProcessComm, file_store
 from threed.models.model import layers
 from threed.planner import make_mesh
 from threed.schema import Config, OffloadConfig

@@ -28,6 +28,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import mean, median
 from typing import Any, NamedTuple
@@ -36,12 +37,14 @@ import torch
 
 from bench.common import machine, processors, start_together
 from bench.peers.sleepers import PEERS, SHAPE, Case, Ran, Threed, Times, Torch, make_case, nap
-from threed.comm.group import ProcessComm, file_store
+from threed.comm.process import ProcessComm, file_store
 from threed.planner import make_mesh
 from threed.prediction.schedule_only import bare_programs
 from threed.program.instruction import COMPUTE, Instruction, Op, Slot
 from threed.program.link import Program, link
-from threed.program.table import Plan, Table
+from threed.program.plan import Plan
+from threed.program.seam import seam_of
+from threed.program.table import Table
 from threed.program.walk import Mode, walk
 from threed.schedules.orders import SCHEDULES, Order
 
@@ -147,7 +150,7 @@ def simulate_threed(plan: Plan, ranks: Sequence[Ran], transfer_s: float) -> tupl
     seconds = {(position, item): took for position, ran in enumerate(ranks)
                for item, took in zip(programs[position], ran.seconds, strict=True) if item.op in COMPUTE
                or item.op == Op.STEP}
-    own, means = (simulate(programs, plan.table, plan.table.seam, each, transfer_s)
+    own, means = (simulate(programs, plan.table, partial(seam_of, plan.table), each, transfer_s)
                   for each in (seconds, averaged(seconds)))
     return own, means
 
@@ -212,7 +215,8 @@ def sum_up(case: Case, times: Times, ranks: Sequence[Results], busy: tuple[float
     peers = side(list(zip(*(rank.torch for rank in ranks))),
                  lambda each: simulate_torch(case, each, transfer_s)) \
         if ranks[0].torch else None
-    return Row(case, transfer_s, simulate(programs, plan.table, plan.table.seam, exact, 0.0), ours, peers,
+    return Row(case, transfer_s, simulate(programs, plan.table, partial(seam_of, plan.table), exact, 0.0),
+               ours, peers,
                max(0.0, busy[0] - sum(rank.cpu_s for rank in ranks)) / max(busy[1], 1e-9))
 
 

@@ -21,7 +21,8 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn.parallel import DistributedDataParallel
 
 from bench.peers.zero_peers import DEEPSPEED, Step, adamw, deepspeed_engine, local, modules, on_engine, silent
-from threed.comm.group import Comm, ProcessComm
+from threed.comm.group import Comm
+from threed.comm.process import ProcessComm
 from threed.engine.loopback import channel_pairs
 from threed.models.layers.base import Out
 from threed.planner import make_plan

@@ -14,7 +14,7 @@ import torch
 import torch.distributed.pipelining as tp
 from torch import nn
 
-from threed.comm.group import ProcessComm
+from threed.comm.process import ProcessComm
 from threed.config.load import load
 from threed.engine.engine import Engine
 from threed.engine.loopback import channel_pairs
@@ -23,8 +23,8 @@ from threed.features.zero import plan as zero
 from threed.planner import make_pipeline, make_table
 from threed.program.check import check
 from threed.program.instruction import Instruction, Op, Slot
+from threed.program.plan import Plan
 from threed.program.slots import Slots
-from threed.program.table import Plan
 from threed.schedules.orders import SCHEDULES, Task
 from threed.schema import Config
 from threed.spec.kernels import Product

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import torch
 
-from threed.comm.group import ProcessComm, ProcessGroup
 from threed.comm.lanes import Handle
+from threed.comm.process import ProcessComm, ProcessGroup
 from threed.engine.engine import Engine
 from threed.planner import make_plan
 from threed.program.instruction import Instruction, Op

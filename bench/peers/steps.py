@@ -23,7 +23,7 @@ from bench.common import Sizes, make_config
 from bench.peers.pipeline_peers import deepspeed_pipeline, threed, torch_1f1b
 from bench.peers.turns import Case, Target, chosen, compare, parsed, parser_of, sizes
 from bench.peers.zero_peers import DEEPSPEED, Step, sharded_adamw
-from threed.comm.group import ProcessComm
+from threed.comm.process import ProcessComm
 from threed.schema import Config
 
 BASE = "torch"

@@ -38,11 +38,12 @@ from bench.common import Sizes, batches, machine, make_config, processors, start
 from bench.peers.slow_link import Alone, Products, Ran, SlowGroup, Spent, Stepper, is_block
 from bench.peers.turns import TIMEOUT_S, answer
 from threed.base.quantity import show_bytes
-from threed.comm.group import ProcessComm, ProcessGroup, file_store
+from threed.comm.process import ProcessComm, ProcessGroup, file_store
 from threed.planner import make_mesh, make_plan
 from threed.prediction.analytic import cost as analytic_cost
 from threed.prediction.hardware import Hardware
 from threed.program.instruction import Op
+from threed.program.traffic import sent_by
 from threed.schema import Config
 from threed.tensor.context import Batch
 
@@ -128,7 +129,7 @@ def analytic_s(config: Config, part: str, s_per_byte: float) -> float:
     gbps = 8e-9 / s_per_byte if s_per_byte else math.inf
     free = Hardware(tflops=math.inf, tflops_fp32=math.inf, memory_gbps=math.inf, kernel_us=0.0, launch_us=0.0)
     cost = analytic_cost(plan, replace(free, node_gbps=gbps, node_efficiency=1.0, node_us=0.0))
-    items = [item for item in plan.programs["train"][0] if plan.table.sent(item).get("tp")]
+    items = [item for item in plan.programs["train"][0] if sent_by(plan.table, item).get("tp")]
     if part == PARTS[0]:
         items = [item for item in items if item.op == Op.BACKWARD
                  and is_block(plan.table.units[item.unit].name)]

@@ -26,7 +26,7 @@ import torch
 from bench.common import Sizes, batches, machine, processors, start_together
 from bench.peers.zero_peers import DEEPSPEED, DEEPSPEED_VERSION, Step
 from threed.base.quantity import show_bytes, show_count
-from threed.comm.group import ProcessComm, file_store
+from threed.comm.process import ProcessComm, file_store
 from threed.models.model import layers
 from threed.planner import make_mesh
 from threed.schema import Config

@@ -23,7 +23,7 @@ from functools import partial
 from bench.common import make_config
 from bench.peers.turns import Case, Target, chosen, compare, parsed, parser_of, sizes
 from bench.peers.zero_peers import Step, executors
-from threed.comm.group import ProcessComm
+from threed.comm.process import ProcessComm
 from threed.schema import Config
 
 BASE = "DDP"

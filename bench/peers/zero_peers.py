@@ -29,7 +29,7 @@ from threed.engine.engine import Engine
 from threed.models.layers.base import Layer
 from threed.models.model import layers
 from threed.planner import make_plan
-from threed.program.table import Plan
+from threed.program.plan import Plan
 from threed.schema import Config
 from threed.tensor.context import Batch, Context
 from threed.tensor.layers import WeightGrads

@@ -29,7 +29,7 @@ from bench.peers.turns import TIMEOUT_S
 from threed.base.quantity import show_bytes, show_count, show_seconds
 from threed.checkpoint.lineage import Lineage
 from threed.checkpoint.save import Saver
-from threed.comm.group import ProcessComm, file_store
+from threed.comm.process import ProcessComm, file_store
 from threed.engine.engine import Engine
 from threed.models.model import layers
 from threed.planner import make_mesh, make_plan

@@ -28,7 +28,7 @@ import torch
 
 from threed.base.quantity import show_bytes, show_seconds
 from threed.checkpoint.load import resume
-from threed.comm.group import ProcessComm, file_store
+from threed.comm.process import ProcessComm, file_store
 from threed.config.load import load
 from threed.engine.engine import Engine
 from threed.interop.hf.config import family_of, model_of, values_of
@@ -38,7 +38,7 @@ from threed.interop.hf.slices import TensorPart
 from threed.interop.hf.tensors import FileWriter, headers_of, index_text
 from threed.models.model import parameters
 from threed.planner import forward_plan, make_mesh, make_plan
-from threed.program.table import EVALUATE
+from threed.program.names import EVALUATE
 
 TIMEOUT_S = 600.0
 HIDDEN, HEADS, VOCAB = 4096, 32, 32000

@@ -27,7 +27,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from threed.base.quantity import show_bytes
 from threed.checkpoint.load import resume
-from threed.comm.group import ProcessComm, connecting_late
+from threed.comm.process import ProcessComm, connecting_late
 from threed.comm.rendezvous import POLLS
 from threed.comm.store import of_this_start
 from threed.config.load import load
@@ -37,7 +37,8 @@ from threed.engine.watch import POLL_S, Watch
 from threed.models.measure import SilentGroup
 from threed.monitor.measure import Meter
 from threed.monitor.traces import encode
-from threed.planner import make_plan
+from threed.planner import analyse
+from threed.program.analysis import Analysis
 from threed.program.trace import Trace
 from threed.schema import Config
 from threed.training import setup as assemble
@@ -94,9 +95,9 @@ def of_ranks(ranks: int, folder: str) -> dict[str, str]:
 
     def timed(*args: Any) -> Any:
         begin = time.thread_time()
-        plan = make_plan(*args)
+        analysis = analyse(*args)
         spent["plan"] = time.thread_time() - begin
-        return plan
+        return analysis
 
     dist.init_process_group = lambda backend, **options: init("fake", **{**options, "store": FakeStore()})
     dist.new_group, assemble.ProcessComm = counted, Counting
@@ -105,11 +106,11 @@ def of_ranks(ranks: int, folder: str) -> dict[str, str]:
         Path(f"{prepared.prefix}{suffix}").write_bytes(bytes(1 << 17))
     begin = time.thread_time()
     watch = Watch(0, dist.HashStore(), 600.0, ranks)
-    comm, plan = assemble.connect(config, watch, torch.device("cpu"), None, timed)
+    comm, analysis = assemble.connect(config, watch, torch.device("cpu"), None, timed)
     assert isinstance(comm, Counting)
     hosts = watch.hosts
     shared.same_data(comm, prepared, hosts, True)
-    check_room(plan, comm)
+    check_room(analysis.plan, comm)
     shared.same_folder(comm, Path(folder), hosts, 60.0, True)
     resume(config, SimpleNamespace(comm=comm))  # pyright: ignore[reportArgumentType]
     start_s = time.thread_time() - begin
@@ -119,18 +120,18 @@ def of_ranks(ranks: int, folder: str) -> dict[str, str]:
            "calls of new_group": str(made[0]), "collectives": str(comm.calls),
            "received in them": show_bytes(comm.received),
            "polls of the store, one a": f"{max(POLL_S, ranks / POLLS):.2g} s"}
-    row |= of_a_step(config, plan, comm)
+    row |= of_a_step(config, analysis, comm)
     comm.close()
     return row
 
 
-def of_a_step(config: Config, plan: Any, comm: ProcessComm) -> dict[str, str]:
+def of_a_step(config: Config, analysis: Analysis, comm: ProcessComm) -> dict[str, str]:
     comm.groups["world"] = SilentGroup("world", range(comm.mesh.size), comm.rank, comm.sent)
-    count = len(plan.programs["train"][comm.here.position])
+    count = len(analysis.plan.programs["train"][comm.here.position])
     times = [0.01 * index for index in range(count)]
     trace = Trace("train", 0.0, times, times, [at + 0.005 for at in times])
     trace.total_s = times[-1] + 1
-    meter = Meter(config, plan, comm)
+    meter = Meter(config, analysis, comm)
     meter.begin()
     before, begin = comm.sent["world"], time.thread_time()
     step = meter.exchange(trace, trace.total_s, (False, False), 1.0)

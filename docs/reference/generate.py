@@ -1,21 +1,18 @@
-"""Write docs/reference/config.md, cli.md, api.md and keys.md from the code.
+"""Write docs/reference/config.md, cli.md, api.md and keys.md, and configs/reference.yaml, from the code.
 
     python docs/reference/generate.py
 
-A key's default and meaning are its field and its comment in threed/schema.py: what stands behind the field,
-and on the lines after it. A command's section is what --help prints. The Python reference
-begins with the docstring of `threed` and the first sentence about each of its names. Other frameworks' keys
-are the rows of threed/doors. `make docs` runs this;
-tests/plan/test_docs.py compares the pages that are checked in with what it makes.
+What is told of a key stands at its field in threed/schema. A command's section is what --help prints. The
+Python reference begins with the docstring of `threed` and the first sentence about each of its names. Other
+frameworks' keys are the rows of threed/config/keys. `make docs` runs this; tests/plan/test_docs.py compares
+the pages that are checked in with what it makes.
 """
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import inspect
-import io
-import tokenize
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_origin
@@ -29,17 +26,20 @@ from threed.cli import main as cli
 from threed.config.keys.table import NO_KEY, NOTHING, Framework, Key
 from threed.config.synonyms import FRAMEWORKS
 from threed.prediction.hardware import Hardware
+from threed.schema.keys import specs
 
 HERE = Path(__file__).parent
 WIDTH = {"TERMINAL_WIDTH": "80"}
 CONFIG_HEAD = """# Configuration reference
 
-Written by `docs/reference/generate.py` from `threed/schema.py`: do not edit.
+Written by `docs/reference/generate.py` from `threed/schema`: do not edit.
 
 A config is a YAML file of these sections. Every key has a default, so a file holds only what differs, and
 `section.key=value` on the command line wins over the file.
 [`configs/reference.yaml`](../../configs/reference.yaml) is the same list as YAML. In the column "default",
 `null` means that threed chooses, as the meaning says."""
+YAML_HEAD = """# Every key, with its default and meaning.
+# Written by docs/reference/generate.py from threed/schema: do not edit."""
 CLI_HEAD = """# Command-line reference
 
 Written by `docs/reference/generate.py` from `threed/cli/main.py`: do not edit.
@@ -71,7 +71,7 @@ The built site has them here; `help(threed.train)` prints them, too.
 
 KEYS_HEAD = """# Other frameworks' keys
 
-Written by `docs/reference/generate.py` from `threed/doors`: do not edit.
+Written by `docs/reference/generate.py` from `threed/config/keys`: do not edit.
 
 What each key of DeepSpeed, Megatron-LM, torchtitan and PEFT is here. [`threed
 convert`](../coming-from.md#convert-a-config) reads these rows, and so does the error about a key that threed
@@ -89,27 +89,28 @@ def config_page() -> str:
 
 
 def _table(kind: type, prefix: str = "") -> list[str]:
-    """A row for each field: its default, and its comment."""
-    rows, comments = ["| key | default | meaning |", "|---|---|---|"], _comments(kind)
-    for leaf in dataclasses.fields(kind):
-        default = yaml.safe_dump(getattr(kind(), leaf.name), default_flow_style=True)
-        default = default.removesuffix("...\n").strip()
-        rows.append(f"| `{prefix}{leaf.name}` | `{default}` | {_cell(comments.get(leaf.name, ''))} |")
-    return rows
+    """A row for each field: its default, and what is told of it."""
+    rows, usual = ["| key | default | meaning |", "|---|---|---|"], kind()
+    return rows + [f"| `{prefix}{name}` | `{_yaml(getattr(usual, name))}` | {_cell(spec.text)} |"
+                   for name, spec in specs(kind).items()]
 
 
-def _comments(kind: type) -> dict[str, str]:
-    """Field -> its comment."""
-    source = inspect.getsource(kind)
-    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    remarks = {each.start[0]: each.string.lstrip("# ") for each in tokens
-               if each.type == tokenize.COMMENT and not each.string.startswith("# ----")}  # a heading
-    body = ast.parse(source).body[0]
-    assert isinstance(body, ast.ClassDef)
-    ends = [node.lineno for node in body.body[1:]] + [len(source.splitlines()) + 1]
-    return {node.target.id: " ".join(remarks[line] for line in range(node.lineno, end) if line in remarks)
-            for node, end in zip(body.body, ends)
-            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)}
+def _yaml(value: Any) -> str:
+    return yaml.safe_dump(value, default_flow_style=True).removesuffix("...\n").strip()
+
+
+def reference_config() -> str:
+    """Every key as YAML, with its default, and what is told of it as a comment."""
+    lines = [YAML_HEAD]
+    for section in dataclasses.fields(schema.Config):
+        assert isinstance(section.default_factory, type)
+        usual = section.default_factory()
+        lines += ["", f"{section.name}:"]
+        for name, spec in specs(type(usual)).items():
+            row = f"{name}: {_yaml(getattr(usual, name))}  # {spec.text}"
+            lines += textwrap.wrap(row, 110, initial_indent="  ", subsequent_indent="  # ",
+                                   break_long_words=False, break_on_hyphens=False)
+    return "\n".join(lines) + "\n"
 
 
 def cli_page() -> str:
@@ -180,6 +181,7 @@ def _cell(text: str) -> str:
 
 
 def pages() -> Iterator[tuple[Path, str]]:
+    yield HERE.parents[1] / "configs" / "reference.yaml", reference_config()
     yield HERE / "config.md", config_page()
     yield HERE / "cli.md", cli_page()
     yield HERE / "api.md", api_page()

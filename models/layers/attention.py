@@ -172,7 +172,7 @@ class HeadNorms(Held):
 
     def __init__(self, model: ModelConfig, name: str):
         shape = (model.head_size,)
-        self.held = {each: Parameter(f"{name}.{each}_norm.weight", shape, fill=1.0, apart=("tp",))
+        self.held = {each: Parameter(f"{name}.{each}_norm.weight", shape, fill=1.0, partial_over=("tp",))
                      for each in ("q", "k")}
 
     def weights(self) -> tuple[torch.Tensor, torch.Tensor]:

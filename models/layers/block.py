@@ -61,11 +61,11 @@ class Branch(Layer):
         read = any(keeps(body, Column) for body in self.bodies)
         ends = [keeps(body, Row) for body in self.bodies]
         shared = any(end and not gather for end, gather in zip(ends, gathers, strict=True))
-        apart = sum(end and gather for end, gather in zip(ends, gathers, strict=True))
+        ungathered = sum(end and gather for end, gather in zip(ends, gathers, strict=True))
         saved = (Saved("output of the norm", normed, "norm"),) if read else ()
         sums = len(self.bodies)  # of the stream and the bodies, and in backward of their gradients
         return super().cost(share) + Cost((Moved("sum", 3 * sums * normed, 3 * sums * normed, (sums, sums)),),
-                                          saved, operands=normed * (read + shared) + apart * whole)
+                                          saved, operands=normed * (read + shared) + ungathered * whole)
 
     def tileable(self) -> tuple[Any, ...]:
         return self.bodies

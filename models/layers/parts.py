@@ -88,12 +88,12 @@ class Adapter(Held):
         self.model, self.axis, self.rows, self.name, self.of = linear.model, axis, rows, name, weight.name
         self.inputs, self.outputs = linear.inputs, rows.count(linear.outputs)
         self.column = weight.cuts[0].dim == 0  # whether the linear's outputs are cut, and not its inputs
-        rank, cut, apart = self.model.lora_rank or 0, cut_over(axis, int(not self.column), WHOLE), (axis,)
+        rank, cut, over = self.model.lora_rank or 0, cut_over(axis, int(not self.column), WHOLE), (axis,)
         self.held = {
             "A": Parameter(f"{name}.lora_A", (rank, self.inputs), () if self.column else cut,
-                           uniform=self.inputs**-0.5, apart=apart if self.column else ()),
+                           uniform=self.inputs**-0.5, partial_over=over if self.column else ()),
             "B": Parameter(f"{name}.lora_B", (self.outputs, rank), cut if self.column else (),
-                           apart=() if self.column else apart)}
+                           partial_over=() if self.column else over)}
 
     def cost(self, share: Share) -> Cost:
         seq, ranks = share.seen(self.model.seq_len, self.axis), share.over(self.axis)

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._pytree import tree_leaves, tree_map
 
 from threed.base.errors import InputError, RunError
+from threed.devices import device_of
 from threed.models.families.base import Family
 from threed.models.layers.base import Layer, Out
 from threed.models.own.measure import Facts, LayerInputs, measure, places_of, shapes_of
@@ -132,7 +133,7 @@ class _Chain:
         source = index
         if tied is not None and index:  # the first layer makes it
             source, path = 0, self.specs[0].ties.get(tied) or path
-        return Parameter(name, shape, tied=tied is not None, made=partial(self.initial, source, path))
+        return Parameter(name, shape, tied=tied is not None, init=partial(self.initial, source, path))
 
     def _check_ties(self) -> None:
         shapes: dict[str, tuple[int, ...]] = {}
@@ -298,18 +299,17 @@ class OwnLayer(Layer):
 def drawing(*words: object, device: torch.device | None = None) -> Iterator[None]:
     """Within the context, torch's generators begin with a seed that these words decide; after it they are as
     before."""
-    gpu = device if device is not None and device.type == "cuda" else None
+    generator = device_of(device if device is not None else torch.device("cpu"))
     with _DRAWING:
         with unset_fake_temporarily():
-            before = torch.get_rng_state(), torch.cuda.get_rng_state(gpu) if gpu is not None else None
+            before = torch.get_rng_state(), generator.random_state()
             torch.manual_seed(seed_of(*words))
         try:
             yield
         finally:
             with unset_fake_temporarily():
                 torch.set_rng_state(before[0])
-                if gpu is not None and before[1] is not None:
-                    torch.cuda.set_rng_state(before[1], gpu)
+                generator.set_random_state(before[1])
 
 
 def _dtype(element: int) -> torch.dtype:

@@ -75,8 +75,8 @@ def beside(log: Path, argv: Sequence[str], env: dict[str, str]) -> int:
     run.cuda_graphs."""
     made = engine.Engine.__init__
 
-    def init(self: engine.Engine, *args: Any) -> None:
-        made(self, *args)
+    def init(self: engine.Engine, *args: Any, **named: Any) -> None:
+        made(self, *args, **named)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         torch.cuda.set_stream(stream)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
 from tests.harness import Ranks, loopback
 from threed.comm import lanes
 from threed.comm.lanes import DONE, Handle, OnStream
+from threed.devices.cpu import Cpu
 from threed.engine import underway
 from threed.features.offload import run as offload
+from threed.features.zero import gradient, weights
 from threed.features.zero import run as zero
-from threed.features.zero import state
 from threed.schema import Config
 
 
@@ -41,23 +41,11 @@ def memory_of_copies_is_not_held() -> None:
     def copy(into: torch.Tensor, of: torch.Tensor) -> None:
         into.copy_(of, non_blocking=True)  # without record_stream
 
-    offload.copy = state.copy = copy
+    offload.copy = weights.copy = gradient.copy = copy
 
 
 def clip_does_not_wait_for_gradients_on_the_host() -> None:
-    class NeverWaits:
-        def __init__(self, module: Any):
-            self._module = module
-
-        def __getattr__(self, name: str) -> Any:
-            if name == "synchronize":
-                return lambda *_: None
-            value = getattr(self._module, name)
-            if name == "cuda":
-                return NeverWaits(value)
-            return (lambda *args: NeverWaits(value(*args))) if name == "current_stream" else value
-
-    zero.torch = NeverWaits(torch)  # pyright: ignore
+    zero.device_of = Cpu
 
 
 def host_does_not_wait_for_copies() -> None:

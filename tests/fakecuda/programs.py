@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tests.fakecuda import shim
-from threed.comm.lanes import OnStream, copy
+from threed.comm.lanes import copy, so_far
 
 
 def gradients() -> list[float]:
@@ -78,7 +78,7 @@ def copy_down(waits: bool) -> float:
     target = torch.zeros(8, pin_memory=True)
     target.copy_(torch.ones(8, device="cuda"), non_blocking=True)
     if waits:
-        OnStream().block()
+        so_far(torch.device("cuda")).block()
     return target.sum().item()
 
 
@@ -86,7 +86,7 @@ def copy_up(waits: bool) -> None:
     source = torch.ones(8, pin_memory=True)
     torch.empty(8, device="cuda").copy_(source, non_blocking=True)
     if waits:
-        OnStream().block()
+        so_far(torch.device("cuda")).block()
     source.zero_()
     torch.cuda.synchronize()
 

@@ -19,7 +19,7 @@ from threed.checkpoint.load import resume
 from threed.comm.group import Comm
 from threed.engine.device import attention, set_up, shortcomings
 from threed.engine.engine import Engine
-from threed.features.zero.state import Reduced
+from threed.features.zero.gradient import Reduced
 from threed.program.instruction import Op
 from threed.schema import Config
 
@@ -49,7 +49,7 @@ def wrong_on_the_host(config: Config) -> str:
             made = clip(instruction, slots)
             calls.append(instruction)
             if engine.comm.rank == 1 and len(calls) == 2:
-                engine.states[3].gradient[5] += 1.0
+                engine.states[3].gradient.values[5] += 1.0
             return made
 
         engine.handlers[Op.CLIP] = handler
@@ -149,19 +149,19 @@ def taken_by_a_sum(config: Config) -> tuple[int, float]:
     sum."""
     def work(engine: Engine, comm: Comm) -> tuple[int, float]:
         engine.train_step(batches(config, comm, 0))
-        state = engine.states[max(engine.states, key=lambda unit: engine.states[unit].count)]
-        assert state.host_grad is not None
-        state.gshard, state.reduced = state.storage.gshards.take(state.count), Reduced.HOST
-        state.gshard.fill_(2.0)
+        state = max(engine.states.values(), key=lambda state: state.part.count)
+        gradient = state.gradient
+        gradient.shard, gradient.reduced = engine.storage.gshards.take(state.part.count), Reduced.BOTH
+        gradient.shard.fill_(2.0)
         torch.cuda.synchronize()
-        want = state.host_grad + 2.0
-        add = state.lower_gradient()
+        want = gradient.host + 2.0
+        add = gradient.offload()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         add()
         peak = torch.cuda.max_memory_allocated()
         torch.cuda.synchronize()
-        return peak - before, (state.host_grad - want).abs().max().item()
+        return peak - before, (gradient.host - want).abs().max().item()
 
     return on_ranks(config, work)[0]
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.harness import cell_config, covering, each_value, loopback, same_bits, tiny
 from tests.loopback.test_graphs import GRAPHS, OFFLOADED, SETTINGS, STEPS
-from threed.engine import graphs
+from threed.devices import cuda
 from threed.engine.graphs import GraphRun
 from threed.schema import Config
 
@@ -15,7 +15,7 @@ def both(config: Config, steps: int = STEPS) -> None:
     plain = loopback(config, steps)
     config.run.cuda_graphs = True
     recorders: list[object] = []
-    graphs.RECORDERS["cuda"] = lambda: recorders.append(made := graphs.CudaRecorder()) or made
+    cuda.Cuda.recorder = lambda self: recorders.append(made := cuda.CudaRecorder()) or made
     same_bits([plain, loopback(config, steps)])
     assert len(recorders) == config.world_size
 

@@ -15,8 +15,8 @@ import torch
 
 from tests.fakecuda import shim
 from threed.comm.lanes import Handle
+from threed.devices.cuda import CudaPiece
 from threed.engine import loopback
-from threed.engine.graphs import CudaPiece
 
 
 class OwnStream:

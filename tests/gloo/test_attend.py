@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import socket
+import threading
 import time
 
 import pytest
@@ -51,6 +52,30 @@ def test_a_rank_that_is_killed_before_it_says_who_it_is(tmp_path, monkeypatch):
     assert run.output.splitlines() == [f"threed: a rank on {socket.gethostname()} was killed by SIGKILL",
                                        "threed: node 0 did not answer"]
     assert not (tmp_path / "logs").exists()
+
+
+def test_an_agent_that_sees_the_end_first(tmp_path, monkeypatch):
+    """It lingers until the attendant has told others why a rank was killed, and joins no thread that has not
+    begun."""
+    start = threading.Thread.start
+
+    def late(thread: threading.Thread) -> None:
+        if getattr(thread, "_target", None) is attend._tell:
+            time.sleep(0.3)
+        start(thread)
+
+    def body() -> int:
+        attendant = attend.Attendant()
+        attendant.await_nodes("10.0.0.1:29500", 60.0, 0.0, lambda: "")
+        if os.fork() == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        attendant.linger()
+        return 5
+
+    monkeypatch.setattr(threading.Thread, "start", late)
+    monkeypatch.setattr(attend, "LINGER_S", 0.2)
+    run = Forked(tmp_path, body)
+    assert run.wait(20) == 5 and "was killed by SIGKILL" in run.output, run.output
 
 
 def test_an_agent_that_does_not_end(tmp_path, monkeypatch):

@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 import threed
+from threed import devices
 from threed.base.errors import InputError, RunError
 from threed.calibration import verb
 from threed.cli.main import app
@@ -53,10 +54,10 @@ def test_refused(arguments, message, tmp_path, monkeypatch):
 
 @pytest.mark.core
 def test_no_gpu(tmp_path, monkeypatch):
-    monkeypatch.setattr(verb, "local_world_size", lambda device: None)
+    monkeypatch.setattr(devices, "for_forks", lambda device: ("cpu", 0))
     with pytest.raises(InputError, match="torch sees no GPU here"):
         verb.calibrate(tmp_path / "my.yaml", device="cuda")
-    monkeypatch.setattr(verb, "local_world_size", lambda device: 2)
+    monkeypatch.setattr(devices, "for_forks", lambda device: ("cuda", 2))
     with pytest.raises(InputError, match="--ranks 4: there are 2 GPUs"):
         verb.calibrate(tmp_path / "my.yaml", ranks=4, device="cuda")
 

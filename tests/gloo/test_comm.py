@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from threed.base.mesh import Mesh
-from threed.comm.group import ProcessComm, connecting_late, file_store
+from threed.comm.process import ProcessComm, connecting_late, file_store
 
 LIMIT = datetime.timedelta(seconds=60)
 

@@ -15,11 +15,13 @@ import torch.distributed as dist
 
 from tests.harness import batches, tiny
 from tests.workers import TIMEOUT_S, Workers
-from threed.comm.group import Comm, ProcessComm
+from threed.comm.group import Comm
+from threed.comm.process import ProcessComm
 from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
-from threed.features.zero.state import UnitState
+from threed.features.zero.units import UnitState
 from threed.planner import layouts, make_mesh, make_plan
+from threed.program.analysis import Analysis
 from threed.program.summary import fixed_bytes, stages
 from threed.schema import Config
 from threed.spec.parameter import Cut, Parameter
@@ -52,14 +54,14 @@ def test_one_parameter_at_a_time(others, monkeypatch):
     weights of its own."""
     config = tiny("model.hidden=512", "model.layers=2", "train.global_batch_size=4", *others)
     plan, mesh = make_plan(config), make_mesh(config)
-    rows, fill = stages(plan), UnitState.fill
+    rows, fill = stages(Analysis(plan)), UnitState.fill
     largest = 4 * max(placed.parameter.numel for layout in layouts(config).values()
                       for placed in layout.placed)
 
     def watched(state: UnitState, *args) -> None:
         with Most() as alive:
             fill(state, *args)
-        assert alive.most < largest, f"{alive.most} bytes at a time for unit {state.number}"
+        assert alive.most < largest, f"{alive.most} bytes at a time for unit {state.part.number}"
 
     monkeypatch.setattr(UnitState, "fill", watched)
 
@@ -131,7 +133,7 @@ def test_more_than_a_process_may_hold():
     without memory."""
     model = ["model.layers=64", "model.seq_len=8", "model.hidden=256", "model.heads=4", "zero.stage=3"]
     config, alone = tiny(*model, "parallel.dp=8"), tiny(*model)
-    row = stages(make_plan(config))[0]
+    row = stages(Analysis(make_plan(config)))[0]
     allowed = fixed_bytes(row) + 4 * 4 * 256 * 256 + SLACK
     assert allowed < 4 * row["parameters"], "the parameters alone must not fit"
     pool = Workers(8)

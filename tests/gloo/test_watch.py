@@ -20,7 +20,7 @@ from tests.gloo.test_train import free_port
 from tests.harness import channel_pairs, make_mesh, make_plan, tiny
 from tests.running import Run, metrics
 from threed.comm.environment import RankPlace
-from threed.comm.group import ProcessComm, file_store
+from threed.comm.process import ProcessComm, file_store
 from threed.comm.store import Guard
 from threed.engine.connect import warm
 from threed.engine.watch import Watch, tell

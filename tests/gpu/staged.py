@@ -18,8 +18,9 @@ from typing import Any
 import torch
 
 from tests.harness import drive
-from threed.comm.group import Channel, Comm, ProcessComm, ProcessGroup, file_store
+from threed.comm.group import Channel, Comm
 from threed.comm.lanes import Handle
+from threed.comm.process import ProcessComm, ProcessGroup, file_store
 from threed.engine.device import set_up
 from threed.engine.engine import Engine
 from threed.engine.loopback import channel_pairs

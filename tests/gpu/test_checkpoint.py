@@ -33,7 +33,7 @@ Went = tuple[Path | None, list[float], dict[int, torch.Tensor]]
 
 
 def weights(engine: Engine) -> dict[int, torch.Tensor]:
-    return {unit: state.weights.cpu() for unit, state in engine.states.items()}
+    return {unit: state.optimizer_state.master.cpu() for unit, state in engine.states.items()}
 
 
 def saved(engine: Engine, comm: Comm) -> Went:

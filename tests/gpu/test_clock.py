@@ -7,14 +7,15 @@ import time
 import pytest
 import torch
 
-from threed.engine.clock import HostClock, make_clock
+from threed.devices import device_of
+from threed.devices.clock import HostClock
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 
 def test_marks_tell_when_work_was_done():
     """The host runs ahead; the marks are where the work was, in order, and are used again."""
-    clock = make_clock(torch.device("cuda"))
+    clock = device_of(torch.device("cuda")).clock()
     x = torch.randn(4096, 4096, device="cuda")
     for _ in range(2):
         torch.cuda.synchronize()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from threed.engine.device import EXACT_FROM
+from threed.devices.settings import EXACT_FROM
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 

@@ -13,6 +13,7 @@ import pytest
 
 from tests.harness import assert_contract, least_budget, loopback, tiny
 from threed.planner import make_mesh, make_plan
+from threed.program.analysis import Analysis
 from threed.program.instruction import Op
 from threed.program.summary import stages
 from threed.schema import Config
@@ -138,7 +139,7 @@ def test_split_backward(schedule, references):
         recomputed = [item[1:3] for item in program if item.op == Op.RECOMPUTE]
         assert len(recomputed) == len(set(recomputed))
     unlimited = make_plan(small(f"parallel.schedule={schedule}", *DROPOUT, policy="budget"))
-    for full, none in zip(stages(plan), stages(unlimited)):
+    for full, none in zip(stages(Analysis(plan)), stages(Analysis(unlimited))):
         assert full["activation_peak_bytes"] < none["activation_peak_bytes"]
         assert full["slot_peak_bytes"].get("operands") == none["slot_peak_bytes"].get("operands")
     assert_contract(config, references)
@@ -182,7 +183,7 @@ def test_traffic(policy, tp):
     to the byte."""
     config = small("parallel.dp=2", *TP[tp], "train.global_batch_size=8", "zero.stage=3", policy=policy)
     config.train.eval_every = 0
-    ranks, mesh, rows = loopback(config, steps=2), make_mesh(config), stages(make_plan(config))
+    ranks, mesh, rows = loopback(config, steps=2), make_mesh(config), stages(Analysis(make_plan(config)))
     for rank, sent in enumerate(ranks.sent):
         a_step = rows[mesh.coordinate(rank).position]["sent_bytes"]
         two_steps = {axis: 2 * size for axis, size in a_step.items()}

@@ -16,7 +16,8 @@ from threed.base.mesh import GroupRow
 from threed.checkpoint.lineage import Lineage
 from threed.checkpoint.load import resume
 from threed.checkpoint.save import Saver
-from threed.comm.group import Comm, initialized
+from threed.comm.group import Comm
+from threed.comm.process import initialized
 from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
 from threed.models.measure import Measured

@@ -138,7 +138,7 @@ def test_a_step_waits_for_its_copy(tmp_path):
     dependency, must fail."""
     def work(engine: Engine, comm: Comm, obeys: bool) -> bool:
         step(engine, comm, 1)
-        before = {unit: state.weights.clone() for unit, state in engine.states.items()}
+        before = {unit: state.optimizer_state.master.clone() for unit, state in engine.states.items()}
         late = threading.Event()
         comm.lane("d2h").submit(partial(wait, late))
         engine.snapshot()
@@ -253,7 +253,7 @@ def test_a_flipped_bit_in_memory(kind, mesh, source, tmp_path, monkeypatch):
             if zero.comm.rank == victim:
                 state = next(iter(zero.states.values()))
                 state.kept(False)[kind].view(torch.int32)[
-                    random.randrange(state.layout.placed[0].stop // 8)
+                    random.randrange(state.part.layout.placed[0].stop // 8)
                 ] ^= 1 << 7
             return original(values, zero, rounded)
 
@@ -274,7 +274,7 @@ def test_every_copy_is_looked_at(tmp_path):
             resume(config, engine.zero)
             if pick(comm):
                 unit = max(engine.states)  # the tied embedding
-                engine.states[unit].weights[3] += 1
+                engine.states[unit].optimizer_state.master[3] += 1
             return loading._prove(formats.unseal(Path(config.train.resume)), engine.zero, {})
 
         assert any(on_ranks(config, work)), others
@@ -576,17 +576,16 @@ def test_another_runs_checkpoints_are_left_alone(tmp_path):
 
 def test_weights_that_compute_reads(tmp_path, monkeypatch):
     """A change between the master weights, which are proved, and their 16-bit copy."""
-    from threed.features.zero.state import UnitState
+    from threed.features.zero.optimizer_state import OptimizerState
 
     config = at(tmp_path / "run", *DP, "precision.dtype=bf16", "zero.stage=1")
     path = saved_after(config, 1)
-    original = UnitState.publish
+    original = OptimizerState.publish
 
-    def publish(self: UnitState) -> None:
+    def publish(self: OptimizerState) -> None:
         original(self)
-        if self.number == 1 and self.index == 1:
-            assert self.pshard is not None
-            self.pshard[5] += 1
+        if self.part.number == 1 and self.part.index == 1:
+            self._weights.at_home[5] += 1
 
-    monkeypatch.setattr(UnitState, "publish", publish)
+    monkeypatch.setattr(OptimizerState, "publish", publish)
     refused(named(config, path), "computes with are not those that were read")

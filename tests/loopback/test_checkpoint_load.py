@@ -88,7 +88,7 @@ def test_a_weight_that_is_no_number(tmp_path):
     config = at(tmp_path, *DP, "zero.stage=1", "precision.dtype=bf16")
 
     def work(engine: Engine, comm: Comm) -> None:
-        next(iter(engine.zero.states.values())).weights[3] = float("nan")
+        next(iter(engine.zero.states.values())).optimizer_state.master[3] = float("nan")
         saver = Saver(engine, Lineage("test-0"), lambda: None)
         step(engine, comm, 0)
         saver.begin(COUNTERS)

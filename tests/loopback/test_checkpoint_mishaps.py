@@ -368,7 +368,7 @@ def test_weights_without_a_master(before, tmp_path, monkeypatch):
 
     def flip(values: dict, zero: Any, rounded: dict) -> str | None:
         if zero.comm.rank == 1:
-            zero.states[1].weights.view(torch.int16)[5] ^= 1
+            zero.states[1].optimizer_state.master.view(torch.int16)[5] ^= 1
         return original(values, zero, rounded)
 
     monkeypatch.setattr(loading, "_prove", flip)

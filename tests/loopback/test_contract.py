@@ -30,9 +30,9 @@ def pytest_generate_tests(metafunc):
 def test_cell(cell, references):
     """A cell that works only in the table, or is refused there and runs (or is refused for another
     reason)."""
-    reason = refusal(cell)
-    if reason is not None:
-        with pytest.raises(ConfigError, match=re.escape(reason)):
+    problem = refusal(cell)
+    if problem is not None:
+        with pytest.raises(ConfigError, match=re.escape(str(problem))):
             cell_config(cell)
         return
     # Thousands of cells: those that are not in the sample run on half as many ranks, and two steps, of which

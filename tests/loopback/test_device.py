@@ -15,8 +15,9 @@ from torch.nn.attention import SDPBackend
 
 from tests.harness import loopback, same_bits, tiny
 from threed.base.errors import ConfigError, InputError
+from threed.devices import pick
 from threed.engine import device as subject
-from threed.engine.device import attention, pick_device, set_up, shortcomings
+from threed.engine.device import attention, set_up, shortcomings
 from threed.launcher.local import LocalLauncher
 from threed.monitor.measure import peak_tflops
 from threed.tensor.products import Way
@@ -82,7 +83,8 @@ def test_torch_does_not_round_pinned_memory():
     """Torch itself, in a process of its own, has the setting and knows it: 2.6 GB that are pinned would take
     4.3. (A key that torch does not know it passes over.)"""
     code = ("from tests.harness import tiny\n"
-            "from threed.engine.device import PINNED, set_up\n"
+            "from threed.devices.settings import PINNED\n"
+            "from threed.engine.device import set_up\n"
             "import torch\n"
             "set_up(tiny())\n"
             "print(torch._C._accelerator_getAllocatorSettings())\n"
@@ -163,11 +165,11 @@ def test_a_deterministic_run():
 
 
 def test_devices():
-    assert pick_device(tiny("run.device=cpu"), 0) == CPU
+    assert pick("cpu", 0) == CPU
     if not torch.cuda.is_available():
-        assert pick_device(tiny(), 0) == CPU
+        assert pick("auto", 0) == CPU
         with pytest.raises(InputError, match="torch sees no GPU here"):
-            pick_device(tiny("run.device=cuda"), 0)
+            pick("cuda", 0)
 
 
 def test_collectives_come_first(monkeypatch):

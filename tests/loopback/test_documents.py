@@ -23,7 +23,7 @@ from tests.harness import (
     tiny,
 )
 from tests.reference import Reference, data_of
-from threed.comm.group import initialized
+from threed.comm.process import initialized
 from threed.models.layers.base import Out
 from threed.spec.parameter import NOT_COUNTED
 from threed.tensor import documents as subject

@@ -43,7 +43,7 @@ def test_uniform_values_stay_within_their_bounds():
 
 
 def test_made_values_are_made():
-    parameter = Parameter("table", (4, 3), made=lambda seed: torch.arange(12.0).view(4, 3) + seed)
+    parameter = Parameter("table", (4, 3), init=lambda seed: torch.arange(12.0).view(4, 3) + seed)
     assert drawn(draw_in_place, parameter, start=5).tolist() == [12.0, 13, 14, 15, 16, 17, 18]
 
 

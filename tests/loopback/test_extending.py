@@ -11,8 +11,8 @@ import pytest
 from tests.guides import ROOT, added_pass, code
 from tests.harness import loopback, same_bits, tiny
 from threed.planner import make_plan
+from threed.program.plan import Plan
 from threed.program.summary import stages
-from threed.program.table import Plan
 from threed.schema import Config
 
 SCHEDULE = """

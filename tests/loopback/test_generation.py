@@ -12,16 +12,20 @@ from tests.data.files import word_level
 from tests.harness import batches, tiny
 from tests.reference import Reference
 from threed.base.errors import InputError, RunError
-from threed.comm.group import Comm, initialized
+from threed.comm.group import Comm
+from threed.comm.process import initialized
 from threed.data.prompts import added, encode, keep_tokenizer
 from threed.data.run_tokenizer import kept_for, tokenizer_digest
 from threed.data.sampling import Sampling
 from threed.data.tokenizer import load
 from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
+from threed.features.zero.gradient import Accumulated
 from threed.models.layers.base import Out
 from threed.planner import forward_plan, make_mesh, make_plan
-from threed.program.table import GENERATE, Plan
+from threed.program.names import GENERATE
+from threed.program.plan import Plan
+from threed.program.traffic import sent_by
 from threed.schema import Config, DataConfig, ModelConfig
 from threed.tensor.context import Batch
 from threed.training.generation import Text, TextWriter, choose
@@ -143,7 +147,8 @@ def test_ranks_that_train_nothing_have_no_gradients():
 
     def work(comm: Comm) -> bool:
         states = Engine(config, plan, comm).states.values()
-        return all(state.grad is None and state.gshard is None and not state.buffers for state in states)
+        return all(state.gradient.accumulated is Accumulated.NOTHING and not state.gradient.shard.numel()
+                   and not state.optimizer_state.buffers for state in states)
 
     assert run_loopback(plan, make_mesh(config), work) == [True]
 
@@ -164,7 +169,7 @@ def test_the_plan_counts_what_the_program_sends(mesh):
     for position, sent in run_loopback(plan, make_mesh(config), work):
         want = Counter[str]()
         for item in plan.programs[GENERATE][position]:
-            want.update(plan.table.sent(item))
+            want.update(sent_by(plan.table, item))
         assert +sent == +want
 
 

@@ -18,6 +18,7 @@ from threed.features.zero.storage import Storage
 from threed.models.layers.block import Block
 from threed.planner import make_mesh, make_plan
 from threed.prediction.transient import Transient
+from threed.program.analysis import Analysis
 from threed.program.graphs import graphs
 from threed.schema import Config
 
@@ -184,5 +185,5 @@ def test_memory_of_the_sets(settings, monkeypatch):
 
     transient = Transient().of(plan)
     for position, peaks in run_loopback(plan, make_mesh(config), work):
-        expected = sorted(graphs(plan, position, transient).peaks.values())
+        expected = sorted(graphs(Analysis(plan), position, transient).peaks.values())
         assert peaks == pytest.approx(expected, rel=0.05), position

@@ -292,8 +292,8 @@ def test_an_optimizer_begins_fresh(mesh, tmp_path):
     def kept(engine: Engine, comm: Comm) -> Iterator[tuple[str, torch.Tensor]]:
         """(kind, values) of all that a rank keeps, without padding."""
         for state in engine.states.values():
-            for box in boxes(state.layout, comm.here.on, *state.owned):
-                part = slice(box.start - state.owned[0], box.stop - state.owned[0])
+            for box in boxes(state.part.layout, comm.here.on, *state.part.owned):
+                part = slice(box.start - state.part.owned[0], box.stop - state.part.owned[0])
                 yield from ((kind, values[part]) for kind, values in state.kept(False).items())
 
     def work(engine: Engine, comm: Comm) -> list[float]:

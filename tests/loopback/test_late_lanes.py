@@ -8,10 +8,10 @@ from tests.harness import assert_contract, assert_parity, cell_config, covering,
 from tests.late import be_late
 from tests.recorder import record_on_cpu
 from threed.base.errors import ThreedError
-from threed.engine import engine
 from threed.engine import loopback as loop
 from threed.planner import make_plan
-from threed.program.buffers import buffers
+from threed.program import analysis
+from threed.program.analysis import Analysis
 from threed.program.instruction import COMPUTE, Op
 from threed.program.order import Order
 from threed.schema import Config
@@ -65,7 +65,7 @@ def waits_for_lanes(config: Config) -> set[tuple[str, str]]:
     """(op that waits, op that it waits for) of the waits for jobs, over all positions of a plan's step."""
     plan, found = make_plan(config), set()
     for position, program in enumerate(plan.programs["train"]):
-        order = Order.of(program, plan.table, position, "train", buffers(plan, position))
+        order = Analysis(plan).order("train", position)
         found |= {(kind(program[index].op), kind(program[need].op)) for index, needs in enumerate(order.waits)
                   for need in needs if need in order.jobs}
     return found
@@ -107,12 +107,12 @@ def test_without_a_wait(waits, name, monkeypatch, tmp_path):
 
     class Forgetful(Order):
         @classmethod
-        def of(cls, program, *args) -> Order:
-            order = Order.of(program, *args)
+        def of(cls, links) -> Order:
+            order, program = Order.of(links), links.program
             less = [[need for need in needs if (kind(program[index].op), kind(program[need].op)) != waits]
                     for index, needs in enumerate(order.waits)]
             return order._replace(waits=less)
 
-    monkeypatch.setattr(engine, "Order", Forgetful)
+    monkeypatch.setattr(analysis, "Order", Forgetful)
     with pytest.raises((AssertionError, ThreedError)):
         assert_parity(loopback(config, 2), right)

@@ -11,12 +11,13 @@ import pytest
 from tests.harness import batches, tiny
 from threed.base.errors import RunError
 from threed.comm.group import Comm
-from threed.engine import engine as engines
-from threed.engine.clock import HostClock, HostReader
+from threed.devices.clock import HostClock, HostReader
+from threed.devices.cpu import Cpu
 from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
 from threed.monitor.measure import Meter
 from threed.planner import make_mesh, make_plan
+from threed.program.analysis import Analysis
 from threed.program.instruction import Instruction, Op
 from threed.program.slots import Slots
 from threed.program.trace import Trace
@@ -39,7 +40,7 @@ class LateClock(HostClock):
 @pytest.fixture(autouse=True)
 def late(monkeypatch):
     LateReader.waits = 0
-    monkeypatch.setattr(engines, "make_clock", lambda device: LateClock())
+    monkeypatch.setattr(Cpu, "clock", lambda device: LateClock())
 
 
 def test_a_trace_is_read_once():
@@ -67,7 +68,7 @@ def test_metrics_are_those_of_the_step_before():
     plan = make_plan(config)
 
     def work(comm: Comm) -> None:
-        engine, meter = Engine(config, plan, comm), Meter(config, plan, comm)
+        engine, meter = Engine(config, plan, comm), Meter(config, Analysis(plan), comm)
         seen, waits = [], []
         for step in range(4):
             meter.begin()
@@ -92,7 +93,7 @@ class BusyClock(LateClock):
 def test_where_a_host_that_runs_ahead_has_failed(monkeypatch):
     """At the instruction that the host has reached, and because of no other rank. (A watchdog asks where the
     device is.)"""
-    monkeypatch.setattr(engines, "make_clock", lambda device: BusyClock())
+    monkeypatch.setattr(Cpu, "clock", lambda device: BusyClock())
     config = tiny("model.layers=2", "parallel.dp=2", "zero.stage=3")
     plan, said = make_plan(config), {}
 

@@ -19,6 +19,7 @@ from threed.models.layers.parts import Adapter
 from threed.models.model import adapters, parameters
 from threed.models.tiling import layers_of, share_of
 from threed.planner import make_plan
+from threed.program.analysis import Analysis
 from threed.program.instruction import Op, Slot
 from threed.program.summary import stages
 
@@ -191,7 +192,7 @@ def test_the_plan_has_nothing_for_frozen_units():
             ops = {item.op for program in programs for item in program
                    if item.unit in frozen and item.op in (Op.REDUCE, Op.STEP, Op.GATHER, Op.OFFLOAD)}
             assert ops <= ({Op.GATHER} if stage == 3 else set())
-        for position, row in enumerate(stages(plan)):
+        for position, row in enumerate(stages(Analysis(plan))):
             trained = sum(plan.table.shard_numel(p) for p in plan.table.stepped(position))
             assert row["optimizer_bytes"] == 8 * trained > 0
             assert row["gradient_bytes"] == 4 * trained * (2 if stage == 1 else 1)

@@ -33,8 +33,8 @@ class Seen(NamedTuple):
 
 def state_of(engine: Engine) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     states = engine.states.values()
-    return [s.pshard.clone() for s in states if s.pshard is not None], [
-        t.clone() for s in states for t in (s.weights, s.buffers["exp_avg"], s.buffers["exp_avg_sq"])]
+    return [s.weights.at_home.clone() for s in states], [
+        t.clone() for s in states for t in (s.optimizer_state.master, *s.optimizer_state.buffers.values())]
 
 
 def poison(engine: Engine, steps: dict[int, int], value: float) -> None:
@@ -46,8 +46,7 @@ def poison(engine: Engine, steps: dict[int, int], value: float) -> None:
             handler(instruction, slots)
             if (instruction.unit, instruction.microbatch) == (unit, steps.get(engine.zero.step_number, -1)):
                 state = engine.states[engine.plan.table.units[unit].parameters[0]]
-                assert state.grad is not None
-                state.grad[0] = value
+                state.gradient.whole()[0] = value
 
         return handle
 
@@ -124,8 +123,9 @@ def test_an_overflow_in_one_copy(rank, unit, others):
         def handle(instruction, slots):
             if comm.rank == rank:
                 state = engine.states[unit]
-                copies = [s for s in state.segments() if not s.axes or config.parallel.tp == 1 or unit == 4]
-                state.range(state.gradient, copies[-1])[-1] = torch.nan
+                copies = [segment for segment in state.part.segments()
+                          if not segment.axes or config.parallel.tp == 1 or unit == 4]
+                state.part.range(state.gradient.values, copies[-1])[-1] = torch.nan
             clip(instruction, slots)
 
         engine.handlers[Op.CLIP] = handle
@@ -208,9 +208,7 @@ def test_the_diagnosis_finds_either_half(schedule, op, stage):
                 if op == Op.BACKWARD_INPUT:
                     slots.get(Slot("grad", 1, 1))[:] = torch.nan
                 else:
-                    grad = engine.states[2].grad
-                    assert grad is not None
-                    grad[5] = torch.nan
+                    engine.states[2].gradient.whole()[5] = torch.nan
 
         engine.handlers[op] = handle
         clipped, _ = engine.train_step(batches(config, comm, 0))
@@ -236,9 +234,7 @@ def test_the_diagnosis_finds_sums():
         def handle(instruction, slots):
             handler(instruction, slots)
             if instruction.unit == 1:
-                grad = engine.states[1].grad
-                assert grad is not None
-                grad[3] = 70000.0
+                engine.states[1].gradient.whole()[3] = 70000.0
 
         engine.handlers[Op.BACKWARD] = handle
         clipped, _ = engine.train_step(batches(config, comm, 0))

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.harness import tiny
-from threed.comm.group import initialized
+from threed.comm.process import initialized
 from threed.models.layers.base import Layer
 from threed.models.layers.mlp import Mlp
 from threed.models.measure import Measured

@@ -25,8 +25,8 @@ from threed.comm.group import Comm, Group
 from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
 from threed.planner import make_mesh, make_plan
-from threed.program.buffers import buffers
-from threed.program.table import Plan
+from threed.program.analysis import Analysis
+from threed.program.plan import Plan
 from threed.schema import Config
 
 Storages = dict[int, int]  # address -> bytes
@@ -122,9 +122,9 @@ def test_bytes_alive(name):
     for address in storages(before):
         left.pop(address, None)
     for rank, engine in enumerate(engines):
-        shared = reach([engine.states[p].storage.params for p in engine.states] + [
-            engine.states[p].storage.grads for p in engine.states]) | reach(engine.zero._staging)
-        assert sum(shared.values()) == buffers(plan, mesh.coordinate(rank).position).bytes(plan.table)
+        shared = reach([engine.storage.params, engine.storage.grads]) | reach(engine.zero._staging)
+        pools = Analysis(plan).buffers(mesh.coordinate(rank).position)
+        assert sum(shared.values()) == pools.bytes(plan.table)
         own = {address: size for address, size in reach(engine).items() if address not in shared}
         modules = [layer for layers in engine.pipeline.layers.values() for layer in layers]
         held = {id(p): p for layer in modules for module in layer.modules()

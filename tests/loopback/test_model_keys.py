@@ -58,7 +58,7 @@ def test_parameters():
     assert shapes["out.weight"] == (32, 6 * model.heads) and "out.bias" not in shapes
     ends = "q_norm.weight", "k_norm.weight"
     norms = [each for each in layers(model)[1].parameters() if each.name.endswith(ends)]
-    assert [(each.shape, each.axes, each.apart, each.fill, each.decay) for each in norms] == [
+    assert [(each.shape, each.axes, each.partial_over, each.fill, each.decay) for each in norms] == [
         ((6,), (), ("tp",), 1.0, False)] * 2
     names = {each.name for each in parameters(replace(model, bias=True, qkv_bias=False))}
     assert "blocks.0.attention.out.bias" in names and "blocks.0.attention.qkv.bias" not in names

@@ -32,7 +32,7 @@ from threed.planner import make_mesh, make_plan
 from threed.program import instruction
 from threed.program.check import check_programs
 from threed.program.instruction import FIELDS, MOVES, Instruction, Op, Tier
-from threed.program.table import Plan
+from threed.program.plan import Plan
 from threed.schema import Config
 
 SMALL = ["model.hidden=8", "model.heads=2", "model.seq_len=8", "model.vocab=16", "model.vocab_multiple=16",

@@ -19,8 +19,10 @@ from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
 from threed.engine.underway import UnderWay
 from threed.planner import make_mesh, make_plan
+from threed.program.analysis import Analysis
 from threed.program.instruction import COMPUTE, Instruction, Op
 from threed.program.show import timeline
+from threed.program.traffic import sent_by
 from threed.schema import Config
 
 SMALL = ["model.layers=4", "model.hidden=16", "model.heads=4", "model.seq_len=8", "model.vocab=30",
@@ -225,7 +227,7 @@ def test_a_skipped_step_changes_nothing(tier, tmp_path):
         def look() -> tuple[float, list[torch.Tensor]]:
             evaluated = engine.run("evaluate", batches(config, comm, 9, train=False))[0].loss
             return evaluated, [torch.clone(part) for state in engine.states.values() for part in (
-                state.weights, state.buffers["exp_avg"], state.buffers["exp_avg_sq"])]
+                state.optimizer_state.master, *state.optimizer_state.buffers.values())]
 
         loss, before = look()
         assert not any(engine.train_step(batches(config, comm, step))[0].finite for step in range(2))
@@ -250,7 +252,7 @@ def test_for_whom_a_rank_waits(others, tmp_path):
             for index, item in enumerate(programs[comm.here.position]):
                 said = engine._awaited(name, index)
                 if item.op in COMPUTE:  # the embedding's backward sends nothing
-                    assert ("with rank" in said) == any(plan.table.sent(item).values()), item
+                    assert ("with rank" in said) == any(sent_by(plan.table, item).values()), item
                 elif item.op in (Op.JOIN, Op.CLIP, Op.SEND, Op.RECV):
                     assert "with rank" in said, item
                 elif item.op not in (Op.GATHER, Op.REDUCE):  # a group of theirs may have one rank
@@ -320,8 +322,9 @@ def test_a_delayed_step_hides_the_host(tmp_path):
     def cost(_: int, instruction: Instruction) -> float:
         return 1.0 if instruction.op in COMPUTE else 4.0 if instruction.op == Op.STEP else 0.0
 
-    steps = [timeline(plan, cost=cost).total_s for plan in (plain, late)]
-    alone = timeline(plain, cost=lambda at, item: cost(at, item) if item.op in COMPUTE else 0.0).total_s
+    steps = [timeline(Analysis(plan), cost=cost).total_s for plan in (plain, late)]
+    alone = timeline(Analysis(plain),
+                     cost=lambda at, item: cost(at, item) if item.op in COMPUTE else 0.0).total_s
     assert steps[1] < steps[0] and steps[1] == alone
 
 
@@ -336,9 +339,9 @@ def test_a_skipped_delayed_step(tmp_path):
     def work(comm: Comm) -> list[tuple[bool, bool, int]]:
         engine, seen = Engine(config, plan, comm), []
         for step in range(20):
-            before = [torch.clone(state.weights) for state in engine.states.values()]
+            before = [torch.clone(state.optimizer_state.master) for state in engine.states.values()]
             clipped, _ = engine.train_step(batches(config, comm, step))
-            moved = any(not weights.equal(state.weights)
+            moved = any(not weights.equal(state.optimizer_state.master)
                         for weights, state in zip(before, engine.states.values(), strict=True))
             seen.append((clipped.finite, moved, engine.zero.updates))
         return seen

@@ -20,8 +20,9 @@ from threed.comm.group import Comm
 from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
 from threed.features.offload.run import OffloadRun
-from threed.features.zero.state import UnitState
+from threed.features.zero.units import UnitState
 from threed.planner import make_mesh, make_plan
+from threed.program.analysis import Analysis
 from threed.program.instruction import Op
 from threed.program.summary import stages
 
@@ -59,21 +60,22 @@ def by_tier(engine: Engine) -> dict[str, Storages]:
                          engine.zero._staging],
         "host_bytes": [shared.host_weights, shared.host_states, kept(engine), *(
             thing for state in states for thing in on_host(state))],
-        "parameter_bytes": [thing for state in states if state.unit.weight_home == "device"
-                            for thing in [state.param if state.unit.whole else state.pshard]],
-        "gradient_bytes": [thing for state in states if not state.storage.table.streams(state.number)
-                           for thing in [state.grad if state.storage.table.zero.stage < 2 else state.gshard]],
-        "optimizer_bytes": [thing for state in states if state.unit.state_home == "device"
-                            for thing in (state.master, state.buffers)]}
+        "parameter_bytes": [state.weights.at_home for state in states
+                            if state.part.unit.weight_home == "device"],
+        "gradient_bytes": [state.gradient.shard for state in states
+                           if not shared.table.streams(state.part.number)],
+        "optimizer_bytes": [thing for state in states if state.part.unit.state_home == "device"
+                            for thing in (state.optimizer_state._master, state.optimizer_state.buffers)]}
     return {name: reach(things) for name, things in of.items()}
 
 
 def on_host(state: UnitState) -> Iterable:
-    yield from (state.host_grad, state.host_prev)
-    if state.unit.weight_home == "host":
-        yield state.pshard
-    if state.unit.state_home == "host":
-        yield state.state_buffer
+    gradient, unit = state.gradient, state.part.unit
+    yield from (*[gradient.host] * gradient.away, *[gradient.waiting] * gradient.delayed)
+    if unit.weight_home == "host":
+        yield state.weights.at_home
+    if unit.state_home == "host":
+        yield state.optimizer_state.memory
 
 
 def kept(engine: Engine):
@@ -91,7 +93,7 @@ def test_bytes_alive(name, tmp_path):
     files = [f"offload.nvme_path={tmp_path}"] if "nvme" in "".join(CASES[name]) else []
     config = tiny(*MODEL, *CASES[name], *files)
     plan, mesh = make_plan(config), make_mesh(config)
-    rows = stages(plan)
+    rows = stages(Analysis(plan))
     torch.set_num_threads(1)
     gc.collect()
     before = tensors(gc.get_objects())  # kept, so that no address is used again
@@ -120,9 +122,9 @@ def test_bytes_alive(name, tmp_path):
         assert sum(file.st_size for file in on_disk) == planned
         assert sum(file.st_blocks * 512 for file in on_disk) == planned, "not allocated"
         for state in engine.states.values():  # a file that is looked at is no memory
-            if state.unit.state_home == "disk":
-                assert state.state_buffer is None
-                left.pop(state.buffers["exp_avg"].untyped_storage().data_ptr())
+            if state.part.unit.state_home == "disk":
+                assert state.optimizer_state.tier == "disk"
+                left.pop(state.optimizer_state.memory.untyped_storage().data_ptr())
         small = {address: left.pop(address) for address in reach(engine).keys() & left.keys()}
         assert sum(small.values()) < 0.001 * sum(map(row.__getitem__, KINDS)), "nobody said what this is"
         engine.close()
@@ -135,8 +137,9 @@ def test_what_is_away_is_saved(name):
     """Offload that saves nothing: on the device a unit whose state is away keeps none, nor its parameters
     where they are away."""
     path = ["offload.nvme_path=/disk"] if "nvme" in "".join(CASES[name]) else []
-    rows = stages(make_plan(tiny(*MODEL, *CASES[name], *path)))
-    none = stages(make_plan(tiny(*MODEL, *(text for text in CASES[name] if not text.startswith("offload.")))))
+    rows = stages(Analysis(make_plan(tiny(*MODEL, *CASES[name], *path))))
+    without = [text for text in CASES[name] if not text.startswith("offload.")]
+    none = stages(Analysis(make_plan(tiny(*MODEL, *without))))
     for row, other in zip(rows, none, strict=True):
         share = 0.65 if "offload.ratio=0.5" in CASES[name] else 0
         assert row["optimizer_bytes"] <= share * other["optimizer_bytes"]

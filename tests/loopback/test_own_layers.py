@@ -31,7 +31,8 @@ from threed.base.mesh import Mesh
 from threed.checkpoint.lineage import Lineage
 from threed.checkpoint.load import resume
 from threed.checkpoint.save import Saver
-from threed.comm.group import Comm, initialized
+from threed.comm.group import Comm
+from threed.comm.process import initialized
 from threed.config.load import checked, load
 from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback

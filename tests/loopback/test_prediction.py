@@ -14,12 +14,15 @@ import torch
 
 from tests.harness import batches, tiny
 from threed.base.errors import RunError
-from threed.engine.clock import HostClock
+from threed.devices.clock import HostClock
+from threed.devices.cpu import Cpu
+from threed.devices.cuda import Cuda
 from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
 from threed.monitor.attribute import CAUSES, attribute
 from threed.monitor.measure import HEAD, Meter, StepReport
 from threed.planner import make_mesh, make_plan
+from threed.program.analysis import Analysis
 from threed.program.effects import effects
 from threed.program.instruction import COMPUTE, Op
 from threed.program.simulate import predict
@@ -62,7 +65,7 @@ def test_step_time_is_the_predicted_one(schedule):
     def work(comm):
         engine = Engine(config, plan, comm)
         put_to_sleep(engine)
-        meter = Meter(config, plan, comm)
+        meter = Meter(config, Analysis(plan), comm)
         steps = []
         for step in range(4):
             _, trace = engine.train_step(batches(config, comm, step))
@@ -70,7 +73,8 @@ def test_step_time_is_the_predicted_one(schedule):
         return steps
 
     steps = run_loopback(plan, make_mesh(config), work)[0]
-    ratios = [float(step.column("step_s").max()) / predict(plan, step.costs).step_s for step in steps]
+    analysis = Analysis(plan)
+    ratios = [float(step.column("step_s").max()) / predict(analysis, step.costs).step_s for step in steps]
     assert 0.99 < statistics.median(ratios) < 1.05, ratios
     for step in steps:
         for row in rows(step):
@@ -86,12 +90,13 @@ def test_step_time_is_the_predicted_one(schedule):
         assert causes["p2p_wait"] + causes["idle"] < 0.5 * row["step_s"], (position, causes)
 
 
-def test_a_failure_names_where_the_work_is():
+def test_a_failure_names_where_the_work_is(monkeypatch):
     """On a GPU the host runs ahead of the work: what is named, where the GPU has failed, is the first
     instruction that has not ended."""
     config = tiny("parallel.pp=1")
     plan = make_plan(config)
     reached = 7
+    monkeypatch.setattr(Cpu, "has_failed", Cuda.has_failed)
 
     def work(comm):
         engine = Engine(config, plan, comm)

@@ -20,11 +20,11 @@ from threed.comm.group import Comm
 from threed.engine import loopback
 from threed.engine.engine import Engine
 from threed.planner import make_mesh, make_plan, saved_by_piece
-from threed.program.buffers import buffers
+from threed.program.analysis import Analysis
 from threed.program.effects import effects
 from threed.program.instruction import Op, Slot
-from threed.program.summary import alive_bytes, stages
-from threed.program.table import Plan
+from threed.program.plan import Plan
+from threed.program.summary import stages
 from threed.schema import Config
 from threed.tensor.alive import Alive
 from threed.tensor.context import Batch
@@ -213,10 +213,10 @@ def test_peak(name):
     act_bytes = plan.table.act_bytes
     for rank, seen in enumerate(watch(config, plan)):
         position = mesh.coordinate(rank).position
-        peak = stages(plan)[position]["activation_peak_bytes"]
+        peak = stages(Analysis(plan))[position]["activation_peak_bytes"]
         measured_peak = max(*seen.before, *seen.after) + seen.arena
-        assert seen.host == alive_bytes(plan, position).peak("host_kept", "host_kpart")
-        kept = sum(numel * count for numel, count in buffers(plan, position).kept.items())
+        assert seen.host == Analysis(plan).memory(position).peak("host_kept", "host_kpart")
+        kept = sum(numel * count for numel, count in Analysis(plan).buffers(position).kept.items())
         assert seen.arena == kept * plan.table.elements.param
         # An input that leaves the arena for RECOMPUTE: its place there stays. One that is still on its way to
         # the host.

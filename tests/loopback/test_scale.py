@@ -25,11 +25,13 @@ from threed.base.mesh import GROUPS, Mesh
 from threed.checkpoint.choose import candidates, read_manifest
 from threed.checkpoint.format import INDEX, MANIFEST, Unusable, file_name, folder, name_of, seal
 from threed.checkpoint.lineage import Lineage, write_latest
-from threed.comm.group import Comm, ProcessComm
+from threed.comm.group import Comm
+from threed.comm.process import ProcessComm
 from threed.engine import shared
 from threed.models.measure import SilentGroup
 from threed.monitor.measure import COSTED, Meter
 from threed.planner import make_mesh, make_plan
+from threed.program.analysis import Analysis
 from threed.program.instruction import Op
 from threed.program.trace import Trace
 from threed.schema import Config
@@ -110,7 +112,7 @@ def metrics_of_a_step(dp: int) -> tuple[int, int]:
     times = [float(index) for index in range(len(program))]
     trace = Trace("train", 0.0, times, times, [at + 0.5 for at in times])
     trace.total_s = times[-1] + 1
-    meter, steps = Meter(config, plan, comm), []
+    meter, steps = Meter(config, Analysis(plan), comm), []
     meter.begin()
     lines = lines_of(lambda: steps.append(meter.exchange(trace, trace.total_s, (False, True), 0.25)))
     (step,) = steps

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from threed.comm.group import initialized
 from threed.comm.lanes import Handle
+from threed.comm.process import initialized
 from threed.models.measure import SilentGroup
 from threed.tensor.layers import ColumnParallelLinear, WeightGrads, parallel_config
 

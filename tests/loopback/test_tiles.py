@@ -19,7 +19,7 @@ from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
 from threed.models.tiling import cut_layers, layers_of
 from threed.planner import make_mesh, make_plan
-from threed.program.buffers import buffers
+from threed.program.analysis import Analysis
 from threed.schema import Config
 from threed.tensor.random import initial_values
 
@@ -130,7 +130,7 @@ def gathered(config: Config) -> int:
         return sum(first.untyped_storage().nbytes() for first in params.first.values())
 
     (allocated,) = set(run_loopback(plan, make_mesh(config), work))
-    planned = sum(numel * count for numel, count in buffers(plan, 0).params.items())
+    planned = sum(numel * count for numel, count in Analysis(plan).buffers(0).params.items())
     assert allocated == planned * plan.table.elements.param
     return allocated
 
@@ -167,9 +167,10 @@ def go_on(config: Config, steps: int, path: Path | None = None) -> tuple[Ranks, 
         saver.begin({"samples": 0, "skipped": 0, "wandb_id": None})
         outcome = saver.drain()
         assert outcome is not None and outcome.problem is None
-        state = {unit: torch.clone(each.weights) for unit, each in engine.states.items()}
-        places = {unit: (each.owned, each.layout) for unit, each in engine.states.items()}
-        moments = {unit: torch.clone(each.buffers["exp_avg"]) for unit, each in engine.states.items()}
+        state = {unit: torch.clone(each.optimizer_state.master) for unit, each in engine.states.items()}
+        places = {unit: (each.part.owned, each.part.layout) for unit, each in engine.states.items()}
+        moments = {unit: torch.clone(each.optimizer_state.buffers["exp_avg"])
+                   for unit, each in engine.states.items()}
         losses, norms = [clipped.loss for clipped in done], [clipped.grad_norm for clipped in done]
         return losses, norms, moments, state, places, comm.here, {}, outcome.path
 

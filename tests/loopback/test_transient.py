@@ -15,13 +15,13 @@ from threed.comm.group import Comm
 from threed.comm.lanes import Handle
 from threed.engine.engine import Engine
 from threed.engine.loopback import ThreadGroup, run_loopback
-from threed.features.zero.state import UnitState
+from threed.features.zero.gradient import Gradient
 from threed.planner import make_mesh, make_plan
 from threed.prediction import transient
 from threed.prediction.transient import Transient
 from threed.program.effects import effects
 from threed.program.instruction import COMPUTE, PARAMETER_KINDS
-from threed.program.table import Plan
+from threed.program.plan import Plan
 from threed.schema import Config
 from threed.tensor.alive import Alive
 
@@ -75,7 +75,7 @@ def alike(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: a product that is added to a 16-bit weight's gradient has no memory of its own, nor has a
     message. As here: no piece is compiled."""
     monkeypatch.setattr(Alive, "one_kernel", nullcontext)
-    monkeypatch.setattr(UnitState, "_add_product", lambda *_: None)
+    monkeypatch.setattr(Gradient, "_add_product", lambda *_: None)
     call = ThreadGroup._call
 
     def unseen(*arguments) -> Handle:

@@ -68,7 +68,7 @@ def test_the_ends_of_a_tie_stay_equal(sharded):
         engine = Engine(config, plan, comm)
         for step in range(3):
             engine.train_step(batches(config, comm, step))
-        return engine.states[tied].weights.clone().cpu()
+        return engine.states[tied].optimizer_state.master.clone().cpu()
 
     weights = run_loopback(plan, mesh, work)
     for dp in range(config.dp):
@@ -198,19 +198,19 @@ def test_an_overflow_seen_by_one_stage_only(sharded, position):
     def work(comm: Comm) -> tuple[bool, float, bool]:
         engine = Engine(config, plan, comm)
         backward = engine.handlers[Op.BACKWARD]
-        before = {p: state.weights.clone() for p, state in engine.states.items()}
+        before = {p: state.optimizer_state.master.clone() for p, state in engine.states.items()}
 
         def handle(instruction, slots):
             backward(instruction, slots)
             if comm.rank == mesh.rank(pp=position, dp=1) and instruction.microbatch == 1:
                 for p in plan.table.units[instruction.unit].parameters:
                     state = engine.states[p]
-                    assert state.grad is not None
-                    state.grad[state.layout.placed[-1].stop - 1] = torch.inf
+                    state.gradient.whole()[state.part.layout.placed[-1].stop - 1] = torch.inf
 
         engine.handlers[Op.BACKWARD] = handle
         clipped, _ = engine.train_step(batches(config, comm, 0))
-        moved = any(not torch.equal(before[p], state.weights) for p, state in engine.states.items())
+        moved = any(not torch.equal(before[p], state.optimizer_state.master)
+                    for p, state in engine.states.items())
         return clipped.finite, engine.zero.scaler.scale, moved
 
     assert set(run_loopback(plan, mesh, work)) == {(False, 32.0, False)}
@@ -256,10 +256,10 @@ def observed(config: Config) -> dict[str, Any]:
             clipped, _ = engine.train_step(batches(config, comm, step))
             numbers.append((clipped.loss, str(clipped.grad_norm), clipped.loss_scale, clipped.finite))
         owned = [t for s in states
-                 for t in (s.pshard, s.gradient, s.weights, s.buffers["exp_avg"], s.buffers["exp_avg_sq"])
-                 if t is not None]
+                 for t in (s.weights.at_home, s.gradient.values, s.optimizer_state.master,
+                           *s.optimizer_state.buffers.values())]
         held = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in owned}.values())
-        storage = next(iter(states)).storage
+        storage = engine.storage
         shared = sum(t.nbytes for pool in (storage.params, storage.grads) for free in pool._free.values()
                      for t in free)
         return (numbers, dict(comm.sent), held), shared

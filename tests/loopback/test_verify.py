@@ -109,7 +109,8 @@ def test_a_dynamic_loss_scale(stage):
                 numbers.append((clipped.loss, str(clipped.grad_norm), clipped.finite,
                                 engine.zero.scaler.scale,
                                 engine.zero.updates))
-            return numbers, {unit: state.weights.tolist() for unit, state in engine.states.items()}
+            return numbers, {unit: state.optimizer_state.master.tolist()
+                             for unit, state in engine.states.items()}
 
         return run_loopback(plan, make_mesh(config), work)
 
@@ -189,7 +190,7 @@ def grad(engine: Engine, instruction: Instruction) -> None:
 
 
 def weight_grad(engine: Engine, instruction: Instruction) -> None:
-    flip(next(iter(engine.states[instruction.unit].written())))
+    flip(next(iter(engine.states[instruction.unit].gradient.written())))
 
 
 @pytest.mark.parametrize("time", [0, 1, 2])
@@ -245,7 +246,7 @@ def test_a_backward_in_two_halves(schedule):
     tied = len(make_plan(config).table.units)
 
     def wrong(engine: Engine, instruction: Instruction) -> None:
-        flip(next(iter(engine.states[tied].written())))
+        flip(next(iter(engine.states[tied].gradient.written())))
 
     said = message(config, after(Op.BACKWARD_WEIGHT, 0, 0, wrong, rank=1))
     assert ("first in the gradient of u0 (embedding), micro-batch 0, BACKWARD_WEIGHT, on rank 1 "
@@ -287,9 +288,9 @@ def test_a_wrong_sum_of_gradients(stage):
             first, state = not seen, engine.states[2]
             seen.append(0)
             if first:
-                start = (state.layout.shard(3)[0] - state.owned[0]) if stage == 0 else 0
+                start = (state.part.layout.shard(3)[0] - state.part.owned[0]) if stage == 0 else 0
                 if stage == 0 or engine.comm.rank == 3:
-                    flip(state.gradient[start:start + 4])
+                    flip(state.gradient.values[start:start + 4])
             clip(instruction, slots)
 
         engine.handlers[Op.CLIP] = handle

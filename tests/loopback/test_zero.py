@@ -9,11 +9,13 @@ import pytest
 import torch
 
 from tests.harness import SIXTEEN, Ranks, assert_contract, assert_parity, loopback, same_bits, tiny
+from threed.devices.cpu import Cpu
 from threed.optim import native
 from threed.optim import step as optimizer
 from threed.optim.base import Update, View
 from threed.optim.registry import OPTIMIZERS
 from threed.planner import make_plan
+from threed.program.analysis import Analysis
 from threed.program.summary import stages
 from threed.schema import Config, OptimizerConfig
 
@@ -116,7 +118,7 @@ def test_dtypes(stage, grad, reduce, master, references):
     # the last sum is over groups
     assert fits_bf16(ranks.first_grads) == ("bf16" in (grad, reduce if groups else None))
     plan = make_plan(config)
-    assert ranks.sent[0]["dp"] == 4 * stages(plan)[0]["sent_bytes"]["dp"]
+    assert ranks.sent[0]["dp"] == 4 * stages(Analysis(plan))[0]["sent_bytes"]["dp"]
     assert plan.table.elements.reduce == (4 if reduce == "fp32" else 2)
 
 
@@ -204,7 +206,7 @@ def test_a_step_in_chunks(name, dtype, grad_dtype, scale, monkeypatch):
     monkeypatch.setattr(native, "ADAMW", None)  # as without a C compiler
 
     def step(chunk: int) -> tuple[torch.Tensor, ...]:
-        monkeypatch.setitem(optimizer.CHUNK, "cpu", chunk)
+        monkeypatch.setattr(Cpu, "chunk", chunk)
         generator = torch.Generator().manual_seed(0)
         weight, grad, first, second = (torch.randn(1000, generator=generator) for _ in range(4))
         weight, grad = weight.to(dtype), grad.to(grad_dtype)

@@ -18,11 +18,12 @@ from threed.planner.passes import run_passes
 from threed.prediction.analytic import cost as analytic_cost
 from threed.prediction.hardware import Hardware
 from threed.prediction.prices import Prices
-from threed.program.buffers import buffers
+from threed.program.analysis import Analysis
 from threed.program.check import check
 from threed.program.instruction import Instruction, Op, Slot
+from threed.program.plan import Plan
 from threed.program.summary import stages
-from threed.program.table import Plan
+from threed.program.traffic import sent_by
 from threed.schema import Config
 
 TOY = ["model.layers=6", "model.hidden=64", "model.heads=4", "model.seq_len=32", "model.vocab=128",
@@ -136,7 +137,7 @@ def test_pools_are_as_large_as_needed(schedule, way):
     used."""
     plan = plan_of(*full(schedule, way, 1))
     for position in range(2):
-        pools = buffers(plan, position)
+        pools = Analysis(plan).buffers(position)
         kind = "kpart" if "partition" in way else "kept"
         assert pools.kept == (most_taken(plan, position, kind) if "contiguous" in way else {})
         assert pools.host_kept == (most_taken(plan, position, f"host_{kind}") if "cpu" in way else {})
@@ -151,7 +152,8 @@ def every_choice(config: Config) -> list[tuple[int, float]]:
     units = activation.worthwhile(table)
     subsets = [set(some) for n in range(len(units) + 1) for some in itertools.combinations(units, n)]
     plans = (run_passes(config, pipeline, activation.mark(table, some)) for some in subsets)
-    return [(max(row["activation_peak_bytes"] for row in stages(plan)), sum(costs[u][0] for u in some))
+    return [(max(row["activation_peak_bytes"] for row in stages(Analysis(plan))),
+             sum(costs[u][0] for u in some))
             for plan, some in zip(plans, subsets)]
 
 
@@ -175,7 +177,7 @@ def test_budget(name):
     for budget in (most, most - 1, *sorted(random.Random(3).sample(range(least, most), 6)), least):
         config.activation.budget = str(budget)
         plan = make_plan(config)
-        peak = max(row["activation_peak_bytes"] for row in stages(plan))
+        peak = max(row["activation_peak_bytes"] for row in stages(Analysis(plan)))
         cost = sum(costs[u][0] for u, unit in enumerate(plan.table.units) if unit.recompute)
         cheapest = min(cost for peak, cost in every if peak <= budget)
         assert peak <= budget and cost == cheapest, (budget, cost / cheapest if cheapest else cost)
@@ -193,9 +195,9 @@ def test_budget_that_another_position_meets_late():
               *("parallel.schedule=breadth-first", "parallel.virtual_stages=2"),
               *("model.lora_rank=1", "model.lora_targets=[down_proj]")]
     everything = plan_of(*others, *FULL)
-    least = max(row["activation_peak_bytes"] for row in stages(everything))
+    least = max(row["activation_peak_bytes"] for row in stages(Analysis(everything)))
     plan = plan_of(*others, "activation.policy=budget", f"activation.budget={least}")
-    assert max(row["activation_peak_bytes"] for row in stages(plan)) == least
+    assert max(row["activation_peak_bytes"] for row in stages(Analysis(plan))) == least
 
 
 def test_budget_above_everything_changes_nothing():
@@ -214,11 +216,11 @@ def test_prices():
     for item in plan.programs["train"][0]:
         if item.op == Op.RECOMPUTE:
             forward = Instruction(Op.FORWARD, item.unit, item.microbatch)
-            assert cost(0, item) == cost(0, forward) > 0 and table.sent(item) == table.sent(forward)
+            assert cost(0, item) == cost(0, forward) > 0 and sent_by(table, item) == sent_by(table, forward)
         elif item.op == Op.JOIN:
-            assert table.sent(item) == {"tp": table.act_bytes // 2} and cost(0, item) > 0
+            assert sent_by(table, item) == {"tp": table.act_bytes // 2} and cost(0, item) > 0
         elif item.op == Op.SPLIT:
-            assert not table.sent(item) and cost(0, item) == copied_s
+            assert not sent_by(table, item) and cost(0, item) == copied_s
 
 
 # ---------------------------------------------------------------- refusals
@@ -276,4 +278,4 @@ def test_contiguous_without_effect():
     """An arena on the device that nobody uses, since kept inputs go to the host: a warning."""
     config = config_of(*FULL, "activation.contiguous=true", "activation.offload=cpu")
     assert any("activation.contiguous=true does nothing here" in line for line in warnings(config))
-    assert not any(buffers(make_plan(config), position).kept for position in range(2))
+    assert not any(Analysis(make_plan(config)).buffers(position).kept for position in range(2))

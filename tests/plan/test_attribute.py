@@ -9,6 +9,7 @@ from threed.config.load import load
 from threed.monitor.attribute import CAUSES, attribute, parts
 from threed.monitor.compare import _as_trace
 from threed.planner import make_plan
+from threed.program.analysis import Analysis
 from threed.program.costs import device_of, load_costs, read_costs, save_costs
 from threed.program.instruction import Instruction, Op
 from threed.program.simulate import predict
@@ -27,10 +28,11 @@ def walked(pp: int, microbatches: int, *overrides: str):
     costs = {(p, op, unit): seconds / len(table.units_of(p)) for p in range(pp) for unit in table.units_of(p)
              for op, seconds in ((Op.FORWARD, F), (Op.BACKWARD, B))}
     costs |= {(p, Op.STEP, unit): 0.0 for p in range(pp) for unit in table.held(p)}
-    prediction = predict(plan, costs)
+    analysis = Analysis(plan)
+    prediction = predict(analysis, costs)
     attributions = []
     for position, program in enumerate(plan.programs["train"]):
-        trace = _as_trace(plan, prediction.walk, position)
+        trace = _as_trace(analysis, prediction.walk, position)
         attributions.append(attribute(parts(trace, program), 0.0, prediction.step_s))
     return attributions, prediction.step_s
 

@@ -53,7 +53,7 @@ def measured(hardware: Hardware, cuda: bool, ranks: int) -> list[RankPoints]:
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_cpu(ranks):
-    machine = Machine(ranks, 2, cuda=False)
+    machine = Machine(ranks, 2, "cpu")
     found, fits = fitted(measured(CPU, False, ranks), machine)
     assert all(mean < 0.02 and most < 0.1 for mean, most, _ in errors(fits, found).values()), \
         table(fits, found)
@@ -72,7 +72,7 @@ def test_cpu(ranks):
 
 def test_gpu():
     """What is not measured is that of the file of this kind of GPU."""
-    found, fits = fitted(measured(GPU, True, 4), Machine(4, 64, cuda=True))
+    found, fits = fitted(measured(GPU, True, 4), Machine(4, 64, "cuda"))
     assert all(most < 0.02 for _, most, _ in errors(fits, found).values()), table(fits, found)
     for name in ("efficiency", "memory_efficiency", "attention_efficiency", "tflops_fp32"):
         assert getattr(found, name) == pytest.approx(getattr(GPU, name), 0.02), name
@@ -83,7 +83,7 @@ def test_gpu():
 def test_unknown_gpu():
     """Its peaks are not known, and the prices are what was measured all the same."""
     ranks = [replace(each, device="Other 1") for each in measured(GPU, True, 2)]
-    found, fits = fitted(ranks, Machine(2, 64, cuda=True))
+    found, fits = fitted(ranks, Machine(2, 64, "cuda"))
     assert found.name == "Other 1"
     assert all(mean < 0.1 for mean, _, _ in errors(fits, found).values()), table(fits, found)
 
@@ -94,14 +94,14 @@ def test_noise():
     for each in ranks:
         each.computed = [point._replace(seconds=point.seconds * (1.2 if number % 2 else 0.8))
                          for number, point in enumerate(each.computed)]
-    found, fits = fitted(ranks, Machine(2, 2, cuda=False))
+    found, fits = fitted(ranks, Machine(2, 2, "cpu"))
     assert 0.1 < errors(fits, found)[UNITS][0] < 0.3
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_file(ranks, tmp_path):
     """It has the errors as comments, and loads as the hardware that it was made of."""
-    machine = Machine(ranks, 2, cuda=False)
+    machine = Machine(ranks, 2, "cpu")
     found, fits = fitted(measured(CPU, False, ranks), machine)
     path = tmp_path / "my.yaml"
     path.write_text(text(found, fits, machine))
@@ -127,6 +127,6 @@ def test_a_rank_measures_with_the_settings_of_a_run(monkeypatch):
     said = []
     monkeypatch.setattr(rank, "ProcessComm", connect)
     monkeypatch.setattr(rank, "file_store", lambda *_: None)
-    task = rank.CalibrationTask(grid.grid(False, True), Machine(1, 1, cuda=False), "", "")
+    task = rank.CalibrationTask(grid.grid(False, True), Machine(1, 1, "cpu"), "", "")
     assert rank.measure(0, task, SimpleNamespace(send=said.append)) == 1
     assert said == [("failed", "no peers here")] and seen == dict(zip(names, ("1", "32"), strict=True))

@@ -15,7 +15,8 @@ from threed.program.check import check_programs, describe
 from threed.program.effects import effects
 from threed.program.instruction import FIELDS, MOVES, Instruction, Op
 from threed.program.link import link
-from threed.program.table import Plan
+from threed.program.plan import Plan
+from threed.program.seam import seam_of
 from threed.program.walk import Mode, walk
 
 F, B, S, R = Op.FORWARD, Op.BACKWARD, Op.SEND, Op.RECV
@@ -223,7 +224,7 @@ def test_a_message_that_only_one_end_knows():
 
 def stuck(programs: Sequence[Sequence[Instruction]], plan: Plan) -> list[bool]:
     """Which of the three modes find a deadlock."""
-    links = [link(program, plan.table, p, plan.table.seam(p)) for p, program in enumerate(programs)]
+    links = [link(program, plan.table, p, seam_of(plan.table, p)) for p, program in enumerate(programs)]
     assert not any(ends.faults for ends in links)
     return [bool(walk(programs, links, mode).stuck) for mode in Mode]
 

@@ -11,10 +11,10 @@ import yaml
 
 from threed.api import plans as api
 from threed.base.errors import InputError
-from threed.config.choices import get
 from threed.config.keys.table import NO_KEY, NOTHING
 from threed.config.load import known_keys, load
 from threed.config.synonyms import FRAMEWORKS, ours
+from threed.config.values import get
 from threed.interop import convert as subject
 from threed.models.model import num_parameters
 

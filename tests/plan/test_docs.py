@@ -144,15 +144,20 @@ def test_messages():
 
 
 def _texts(file: Path) -> list[str]:
-    """The strings of a file, with … for the values of f-strings."""
+    """The strings of a file, with … for the values of f-strings. A Problem.of(key, rest) is one."""
     texts = []
     for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.JoinedStr):
-            parts = [str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values]
-            texts.append("".join(parts))
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            texts.append(node.value)
+        if isinstance(node, ast.JoinedStr | ast.Constant):
+            texts.append(_text(node))
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "Problem.of":
+            texts.append("".join(map(_text, node.args)))
     return texts
+
+
+def _text(node: ast.AST) -> str:
+    if isinstance(node, ast.JoinedStr):
+        return "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values)
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else "…"
 
 
 def test_other_frameworks_keys():

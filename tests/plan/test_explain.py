@@ -12,8 +12,8 @@ from threed.api.plans import explain
 from threed.base.errors import InputError
 from threed.cli.main import app
 from threed.program.effects import effects
-from threed.program.instruction import BACKWARDS, MESSAGES, Op
-from threed.program.table import PHASES
+from threed.program.instruction import BACKWARDS, MESSAGES, PHASES, Op
+from threed.program.traffic import sent_by
 
 BASE = ["parallel.dp=2", "parallel.pp=2", "parallel.tp=2", "model.layers=4", "train.global_batch_size=8",
         "train.eval_every=1", "run.verify_every=2", "checkpoint.every=1"]
@@ -48,7 +48,7 @@ def test_each_instruction_has_its_pass(overrides):
             assert answer["pass"] in PASSES[item.op], (str(item), answer["pass"])
             effect = effects(item, plan.table, 0)
             assert [each["slot"] for each in answer.get("reads", ())] == list(map(str, effect.reads))
-            assert answer["sends"] == {axis: size for axis, size in plan.table.sent(item).items() if size}
+            assert answer["sends"] == {axis: size for axis, size in sent_by(plan.table, item).items() if size}
             if item.op in PHASES:
                 assert set(effect.groups) == set(answer["sends"]), str(item)
             for after in answer["after"]:

@@ -16,7 +16,7 @@ from threed.planner.auto import make_pipeline
 from threed.planner.facts import hand_overs
 from threed.planner.passes import stages_of
 from threed.program.check import check
-from threed.program.table import Plan
+from threed.program.plan import Plan
 
 
 def layer(name: str, reads: tuple[str, ...] = (), makes: tuple[str, ...] = ()) -> Any:

@@ -44,7 +44,8 @@ def refused(tmp_path, monkeypatch):
         family_of.cache_clear()
         with pytest.raises(InputError) as caught:
             threed.load("configs/toy.yaml", ["model.family=mine.py:MINE", *overrides])
-        lines = caught.value.problems if isinstance(caught.value, ConfigError) else [str(caught.value)]
+        error = caught.value
+        lines = list(map(str, error.problems)) if isinstance(error, ConfigError) else [str(error)]
         assert len(lines) == 1 and caught.value.status == 2, lines
         start = "model.family=mine.py:MINE: "
         assert lines[0].startswith(start)

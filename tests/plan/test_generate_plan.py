@@ -14,7 +14,10 @@ from threed.planner import forward_plan, make_plan
 from threed.program.check import check
 from threed.program.effects import effects
 from threed.program.instruction import Instruction, Op, Slot
-from threed.program.table import EVALUATE, GENERATE, Plan
+from threed.program.names import EVALUATE, GENERATE
+from threed.program.plan import Plan
+from threed.program.seam import seam_of
+from threed.program.traffic import sent_by
 
 TINY = ["model.layers=3", "model.hidden=16", "model.heads=4", "model.seq_len=8", "model.vocab=60",
         "model.vocab_multiple=16", "train.global_batch_size=8", "train.sample_prompts=[a,b,c]"]
@@ -40,7 +43,7 @@ def test_the_head_makes_logits_for_each_micro_batch(mesh):
     dp = 2 if "parallel.dp=2" in MESHES[mesh] else 1
     assert table.microbatches(GENERATE) == (2 if dp == 2 else 3) and table.logits is not None
     left = {slot for position in range(len(programs))
-            for slot in table.seam(position, GENERATE, end=True) - table.seam(position, GENERATE)}
+            for slot in seam_of(table, position, GENERATE, end=True) - seam_of(table, position, GENERATE)}
     heads = [u for u, unit in enumerate(table.units) if unit.name.startswith("head")]
     assert left == {Slot("logits", u, m) for u in heads for m in range(table.microbatches(GENERATE))}
     tp = 2 if "parallel.tp=2" in MESHES[mesh] else 1
@@ -48,7 +51,7 @@ def test_the_head_makes_logits_for_each_micro_batch(mesh):
         assert table.size(Slot("logits", unit, 0)) == 64 // len(heads) * 4
         item = Instruction(Op.FORWARD, unit, 0, keep="logits")
         assert effects(item, table, table.position(unit)).groups == (("tp",) if tp > 1 else ())
-        assert table.sent(item) == {"tp": 64 // len(heads) * 4 * (tp - 1) // tp}
+        assert sent_by(table, item) == {"tp": 64 // len(heads) * 4 * (tp - 1) // tp}
     assert not any(item.op == Op.CLIP for program in programs for item in program)
 
 

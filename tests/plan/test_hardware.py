@@ -15,8 +15,8 @@ from threed.prediction import analytic
 from threed.prediction.contention import step, timed
 from threed.prediction.hardware import GroupPlace, Hardware, load, names, places
 from threed.prediction.prices import Prices, Travel
+from threed.program.analysis import Analysis
 from threed.program.instruction import COMPUTE, Instruction, Op
-from threed.program.order import plan_links
 from threed.program.walk import seconds_of
 from threed.spec.kernels import AttentionKernel, Moved, Product
 
@@ -134,7 +134,7 @@ def plan_of(*overrides):
 
 def test_recomputed_pieces_cost():
     policies = {policy: plan_of(f"activation.policy={policy}") for policy in ("none", "selective", "full")}
-    seconds = {policy: step(plan, analytic.cost(plan, A100), None).total_s
+    seconds = {policy: step(Analysis(plan), analytic.cost(plan, A100), None).total_s
                for policy, plan in policies.items()}
     assert seconds["none"] < seconds["selective"] < seconds["full"]
 
@@ -142,7 +142,7 @@ def test_recomputed_pieces_cost():
 def test_fused_pieces_are_cheaper():
     sizes = "model.hidden=512", "model.seq_len=512", "model.family=llama"
     plans = [plan_of(*sizes, f"model.fused={fused}") for fused in ("on", "off")]
-    on, off = (step(plan, analytic.cost(plan, CPU), None).total_s for plan in plans)
+    on, off = (step(Analysis(plan), analytic.cost(plan, CPU), None).total_s for plan in plans)
     assert on < off
 
 
@@ -150,8 +150,9 @@ def test_contention():
     plan = plan_of("parallel.dp=4", "train.global_batch_size=8", "zero.stage=2", "model.hidden=256",
                    "model.seq_len=256")
     price = analytic.cost(plan, CPU)
-    seconds = seconds_of(plan_links(plan, "train"), price)
-    total = [timed(plan, seconds, replace(CPU, contention=share)).total_s for share in (0.0, 0.5, 1.0)]
+    seconds = seconds_of(Analysis(plan).simulated("train"), price)
+    total = [timed(Analysis(plan), seconds, replace(CPU, contention=share)).total_s
+             for share in (0.0, 0.5, 1.0)]
     assert total[0] < total[1] < total[2]
     program = plan.programs["train"][0]
     computed = sum(price(0, item) for item in program if item.op in COMPUTE or item.op == Op.STEP)
@@ -163,11 +164,11 @@ def test_a_processor_copies_messages():
     """Where the processor that computes also copies messages, computation beside them takes longer; on a GPU
     it does not."""
     plan = plan_of("parallel.pp=2", "train.global_batch_size=8")
-    seconds = seconds_of(plan_links(plan, "train"), analytic.cost(plan, CPU))
+    seconds = seconds_of(Analysis(plan).simulated("train"), analytic.cost(plan, CPU))
     program = plan.programs["train"][0]
 
     def longer(waits: bool) -> list[float]:
-        when = timed(plan, seconds, replace(CPU, contention=1.0, waits=waits))
+        when = timed(Analysis(plan), seconds, replace(CPU, contention=1.0, waits=waits))
         return [end - start - takes for start, end, takes in
                 zip(when.start[0], when.end[0], seconds[0], strict=True)]
 
@@ -193,7 +194,7 @@ def test_collectives_of_tensor_parallelism(cut, hops):
 def test_across_nodes_is_slower():
     """tp over two nodes is not priced as NVLink."""
     config = ("model.hidden=512", "model.heads=16", "model.vocab_multiple=128")
-    inside, across = (step(plan, analytic.cost(plan, A100), None).total_s for plan in (
+    inside, across = (step(Analysis(plan), analytic.cost(plan, A100), None).total_s for plan in (
         plan_of(*config, "parallel.tp=8"), plan_of(*config, "parallel.tp=16")))
     assert across > inside
 

@@ -17,12 +17,13 @@ from threed.config.load import load
 from threed.planner import make_plan
 from threed.prediction.analytic import cost as analytic_cost
 from threed.prediction.hardware import Hardware
-from threed.program.buffers import buffers
-from threed.program.effects import _EFFECTS, effects
+from threed.program.analysis import Analysis
+from threed.program.effects import _EFFECTS
+from threed.program.forms import Forms
 from threed.program.instruction import Instruction, Op
-from threed.program.link import follow, joined, link, links_of, memory
-from threed.program.order import plan_links, run_links
-from threed.program.table import Plan
+from threed.program.link import follow, joined, link, memory
+from threed.program.plan import Plan
+from threed.program.seam import seam_of
 from threed.program.walk import Mode, all_meet, in_turn, walk
 
 SPREAD = ("1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v", "partition", "delayed", "contiguous", "tiles")
@@ -37,16 +38,17 @@ def each_program(plan: Plan):
     """(name, position, program, slots alive before it)."""
     for name, programs in plan.programs.items():
         for position, program in enumerate(programs):
-            yield name, position, program, plan.table.seam(position, name)
+            yield name, position, program, seam_of(plan.table, position, name)
 
 
 @pytest.mark.parametrize("name", SPREAD)
 def test_effects_of_a_form(name):
     """A rule whose slots depend on the micro-batch in another way than by carrying it."""
     plan = plan_of(name)
+    forms = Forms(plan.table)
     for _, position, program, _ in each_program(plan):
         for item in program:
-            assert effects(item, plan.table, position) == _EFFECTS[item.op](item, plan.table, position)
+            assert forms.effects(item, position) == _EFFECTS[item.op](item, plan.table, position)
 
 
 @pytest.mark.parametrize("name", SPREAD)
@@ -87,9 +89,9 @@ def test_simulated_is_what_is_waited_for(name):
     plan = plan_of(name)
     cost = analytic_cost(plan, Hardware(tflops=0.01, link_gbps=3.0, read_gbps=1.0, adapter_gbps=2.0))
     for name, programs in plan.programs.items():
-        engines = [run_links(program, plan.table, position, plan.table.seam(position, name),
-                             buffers(plan, position)) for position, program in enumerate(programs)]
-        assert walk(programs, plan_links(plan, name), Mode.BUFFERED, cost) == walk(
+        analysis = Analysis(plan)
+        engines = [analysis.run_links(name, position) for position in range(len(programs))]
+        assert walk(programs, analysis.simulated(name), Mode.BUFFERED, cost) == walk(
             programs, engines, Mode.BUFFERED, cost)
 
 
@@ -98,7 +100,7 @@ def test_a_walk_without_a_graph(name, monkeypatch):
     """Going from program to program gives the times, to the bit, of the visit of the graph."""
     plan, rng = plan_of(name), random.Random(name)
     for name, programs in plan.programs.items():
-        links = plan_links(plan, name)
+        links = Analysis(plan).simulated(name)
         seconds = [[rng.choice((0.0, rng.random())) for _ in program] for program in programs]
         when = in_turn(links, seconds)
         with monkeypatch.context() as patch:
@@ -109,8 +111,8 @@ def test_a_walk_without_a_graph(name, monkeypatch):
 def test_two_programs_as_one():
     """Two steps, one after the other: the second one's strands at the places of the first one's."""
     plan = plan_of("interleaved")
-    for position, links in enumerate(links_of(plan, "train")):
-        program, start = links.program, plan.table.seam(position)
+    for position, links in enumerate(Analysis(plan).links("train")):
+        program, start = links.program, seam_of(plan.table, position)
         both = link((*program, *program), plan.table, position, start)
         one = joined(links, links)
         assert one.program == both.program and one.alive == both.alive
@@ -145,7 +147,7 @@ def test_all_meet(monkeypatch):
         messages = [at for at, item in enumerate(program) if item.op in (Op.SEND, Op.RECV)]
         at, other = sorted(rng.sample(messages, 2))
         program[at:other + 1] = [*program[at + 1:other + 1], program[at]]
-        links = [link(each, plan.table, position, plan.table.seam(position))
+        links = [link(each, plan.table, position, seam_of(plan.table, position))
                  for position, each in enumerate(programs)]
         if any(linked.faults for linked in links) or not _same_messages(programs):
             continue

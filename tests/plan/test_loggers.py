@@ -19,7 +19,6 @@ import pytest
 
 from tests.servers import MLFLOW, nobody, server, silent
 from threed.base.errors import InputError
-from threed.config.choices import LOGGERS
 from threed.config.load import load
 from threed.monitor.loggers import logger
 from threed.monitor.loggers import threaded as beside
@@ -38,7 +37,7 @@ from threed.monitor.loggers.threaded import Beside
 from threed.monitor.loggers.trackio import Trackio
 from threed.monitor.loggers.wandb import Wandb, wandb_mode
 from threed.monitor.state import ENDED, STOPPED
-from threed.schema import Config
+from threed.schema import LOGGERS, Config
 
 ROW = {"train/loss": 5.5, "time/compute": 0.4, "time/compute/0": 0.3, "time/compute/1": 0.5, "perf/mfu": None,
        "val/loss": float("nan"), "run/time": 1.7e9}

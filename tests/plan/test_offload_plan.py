@@ -17,11 +17,14 @@ from threed.config.load import load
 from threed.config.validate import validate
 from threed.features.offload.plan import homes
 from threed.planner import make_plan
-from threed.program.buffers import buffers, lowered
+from threed.program.analysis import Analysis
+from threed.program.buffers import lowered
 from threed.program.effects import effects
 from threed.program.instruction import Instruction, Op, Tier
+from threed.program.plan import Plan
 from threed.program.summary import stages
-from threed.program.table import Plan, Table
+from threed.program.table import Table
+from threed.program.traffic import moved_by
 from threed.schema import (
     Config,
     ModelConfig,
@@ -230,14 +233,15 @@ def test_buffers_are_enough_and_no_more(drawn):
                     tiers.play(item)
                     for name, room in rooms.items():
                         most[name] |= Counter(map(room, getattr(tiers, name)))
-            pools = buffers(plan, position)
+            pools = Analysis(plan).buffers(position)
             of_size = Counter(map(table.shard_numel, table.held(position)))
             for name, pool in (("states", pools.host_states), ("weights", pools.host_weights),
                                ("up", pools.pshards)):
                 assert pool == most[name], name
             assert pools.gshards == {numel: min(count + 1, of_size[numel])
                                      for numel, count in most["gradients"].items()}
-            several = {numel for unit, count in lowered(plan, position).items() if count > 1
+            times = lowered(plan.table, plan.programs["train"][position])
+            several = {numel for unit, count in times.items() if count > 1
                        for numel in [table.shard_numel(unit)]}
             assert pools.adding == max(several, default=0) and several <= pools.gshards.keys()
 
@@ -255,10 +259,10 @@ def moved(plan: Plan) -> list[tuple[Counter[str], int]]:
         for item in program:
             if item.op in (Op.OFFLOAD, Op.FETCH):
                 times = 2 if item.kind == "gshard" and item.unit in before else 1
-                lanes[effects(item, plan.table, position).lane] += plan.table.moved(item) * times
+                lanes[effects(item, plan.table, position).lane] += moved_by(plan.table, item) * times
                 before |= {item.unit} if item.kind == "gshard" else set()
         of_positions.append((lanes, sum(plan.table.shard_numel(p) for p in plan.table.held(position))))
-        assert stages(plan)[position]["moved_bytes"] == lanes
+        assert stages(Analysis(plan))[position]["moved_bytes"] == lanes
     return of_positions
 
 

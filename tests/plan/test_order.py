@@ -7,10 +7,9 @@ import pytest
 from tests.harness import cell_config, covering, each_value, tiny
 from tests.races import is_no_race, races
 from threed.planner import make_plan
-from threed.program.buffers import buffers
+from threed.program.analysis import Analysis
 from threed.program.instruction import COMPUTE, Instruction, Op
-from threed.program.order import Order, plan_links
-from threed.program.table import Plan
+from threed.program.plan import Plan
 from threed.program.walk import Mode, walk
 from threed.schema import Config
 
@@ -34,8 +33,8 @@ def orders(plan: Plan):
     """(program, order, table, pools) of each program and position."""
     for name, programs in plan.programs.items():
         for position, program in enumerate(programs):
-            pools = buffers(plan, position)
-            yield program, Order.of(program, plan.table, position, name, pools), plan.table, pools
+            pools = Analysis(plan).buffers(position)
+            yield program, Analysis(plan).order(name, position), plan.table, pools
 
 
 def check(config: Config) -> None:
@@ -75,7 +74,7 @@ def test_every_wait_is_needed(name):
 
 def waits_of(plan: Plan, index: int) -> list[Instruction]:
     program = plan.programs["train"][0]
-    order = Order.of(program, plan.table, 0, "train", buffers(plan, 0))
+    order = Analysis(plan).order("train", 0)
     return [program[need] for need in order.waits[index]]
 
 
@@ -110,12 +109,12 @@ def test_predicted_is_what_is_issued(name):
     """The simulator begins an instruction when its lane is free, all that it waits for has ended, and the
     host has read the result of CLIP; not before, and not later."""
     plan = make_plan(tiny(*LARGE[name]))
-    links = plan_links(plan, "train")
+    links = Analysis(plan).simulated("train")
     times = {Op.FORWARD: 2.0, Op.BACKWARD: 4.0, Op.GATHER: 1.5, Op.REDUCE: 2.5, Op.OFFLOAD: 1.2,
              Op.FETCH: 0.7}
     when = walk(plan.programs["train"], links, Mode.BUFFERED, lambda _, item: times.get(item.op, 0.1))
     for position, program in enumerate(plan.programs["train"]):
-        order = Order.of(program, plan.table, position, "train", buffers(plan, position))
+        order = Analysis(plan).order("train", position)
         ended, clip_s = dict[str, float](), 0.0
         for index, effect in enumerate(order.effects):
             least = max(ended.get(effect.lane, 0.0), clip_s,

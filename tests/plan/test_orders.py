@@ -14,8 +14,10 @@ from threed.config.load import load
 from threed.features.pipeline.plan import communicate, expand
 from threed.planner import make_plan, make_table
 from threed.prediction.schedule_only import predict_bare
+from threed.program.analysis import Analysis
 from threed.program.instruction import Op
 from threed.program.link import link, memory
+from threed.program.seam import seam_of
 from threed.program.show import grid, legend, timeline, unit_cost
 from threed.program.walk import Mode, walk
 from threed.schedules import orders
@@ -98,7 +100,7 @@ def test_alive_micro_batches(schedule, p, m):
     """The memory meter on whole plans: m under GPipe, p - rank under 1F1B."""
     plan = plan_of(schedule, p, m)
     for position, program in enumerate(plan.programs["train"]):
-        table, seam = plan.table, plan.table.seam(position)
+        table, seam = plan.table, seam_of(plan.table, position)
         saved = memory(program, table, link(program, table, position, seam), seam).peak("saved")
         stage = sum(table.units[unit].saved_bytes for unit in table.units_of(position))
         assert saved == stage * (m if schedule == "gpipe" else min(m, p - position))
@@ -112,7 +114,7 @@ def test_bubble(schedule, p, m, backward):
     position."""
     plan = plan_of(schedule, p, m)
     programs, table = plan.programs["train"], plan.table
-    links = [link(program, table, position, table.seam(position))
+    links = [link(program, table, position, seam_of(table, position))
              for position, program in enumerate(programs)]
     whole = unit_cost(table)
 
@@ -163,7 +165,7 @@ def test_messages_overlap_with_compute():
     end."""
     plan = plan_of("1f1b", 4, 8)
     programs, table = plan.programs["train"], plan.table
-    links = [link(program, table, position, table.seam(position))
+    links = [link(program, table, position, seam_of(table, position))
              for position, program in enumerate(programs)]
     times = [walk(programs, links, mode, unit_cost(table)).total_s for mode in Mode]
     assert times == sorted(times) and times[0] == 3 * (8 + 4 - 1)
@@ -188,13 +190,13 @@ def test_golden(name):
                                  f"parallel.schedule={name if name in SCHEDULES else '1f1b'}",
                                  f"parallel.stage_units={[4] * (8 if shaped else 4)}"]))
     program = "evaluate" if name == "evaluate" else "train"
-    assert grid(plan, program) + "\n" == (GOLDEN / f"{name}.txt").read_text()
+    assert grid(Analysis(plan), program) + "\n" == (GOLDEN / f"{name}.txt").read_text()
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "zb-h2"])
 def test_pictures_of_the_source(schedule):
     """The pictures at the top of schedules/orders.py are those that the programs give."""
-    assert indent(grid(plan_of(schedule, 3, 4)), "    ") + "\n" in (orders.__doc__ or "")
+    assert indent(grid(Analysis(plan_of(schedule, 3, 4))), "    ") + "\n" in (orders.__doc__ or "")
 
 
 FORWARD, WHOLE = "a forward of a stage drawn as 1", "a backward as 2"
@@ -207,8 +209,9 @@ HALVES = "each half of a split backward as 1: B the input's gradient, W the weig
 def test_legend(schedule, said, widths):
     """The legend tells how wide items are drawn, also where backward is split."""
     plan = make_plan(load("configs/toy.yaml", [f"parallel.schedule={schedule}"]))
-    assert legend(plan) == ", ".join(said) and show(plan).endswith(f"({legend(plan)})\n{grid(plan)}")
-    for row in grid(plan).splitlines() if widths else ():
+    drawn = grid(Analysis(plan))
+    assert legend(plan) == ", ".join(said) and show(plan).endswith(f"({legend(plan)})\n{drawn}")
+    for row in drawn.splitlines() if widths else ():
         items = [item for item in row.split()[1:] if item != "."]
         assert Counter(items) == {f"{letter}{m}": width for letter, width in widths.items() for m in range(4)}
 
@@ -216,7 +219,7 @@ def test_legend(schedule, said, widths):
 def test_grid_says_what_the_programs_do():
     """A picture with another number of forwards than the program, or that is longer than the step."""
     plan = plan_of("1f1b", 4, 6)
-    rows = grid(plan).splitlines()
+    rows = grid(Analysis(plan)).splitlines()
     assert len(rows) == 4 and all(row.split().count(f"F{m}") == 1 for row in rows for m in range(6))
     assert all(row.split().count(f"B{m}") == 2 for row in rows for m in range(6))
-    assert max(len(row.split()) - 1 for row in rows) <= timeline(plan).total_s
+    assert max(len(row.split()) - 1 for row in rows) <= timeline(Analysis(plan)).total_s

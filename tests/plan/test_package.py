@@ -61,7 +61,7 @@ def test_files_that_come_with_it():
     assert {"launch/torchrun.sh", "launch/kubernetes.yaml", "examples/vit.py", "configs/toy.yaml"} <= set(
         shipped.names())
     assert shipped.path_of("launch/slurm.sbatch") == ROOT / "launch" / "slurm.sbatch"
-    for name in ("launch/none.sh", "schema.py", "launch/../schema.py"):
+    for name in ("launch/none.sh", "extend.py", "launch/../extend.py"):
         with pytest.raises(InputError, match="comes with no file"):
             shipped.path_of(name)
 

@@ -19,8 +19,8 @@ from threed.html_report.drawing import byte_unit, time_unit
 from threed.html_report.verb import content
 from threed.monitor.attribute import CAUSES
 from threed.prediction.report import show
+from threed.program.analysis import Analysis
 from threed.program.instruction import COMPUTE, Op
-from threed.program.order import plan_links
 
 OFFLOADED = ["zero.stage=3", "parallel.pp=4", "parallel.schedule=zb-v", "parallel.dp=2", "parallel.tp=1",
              "model.layers=14", "offload.optimizer=cpu", "offload.parameters=cpu"]
@@ -94,7 +94,7 @@ def test_all_lanes(toy):
     """Each lane of each position that takes time is a row; a menu shows as many positions as are easy to
     read, and what is hidden is there."""
     figure, wanted = timelines.all_lanes(toy), set()
-    for position, links in enumerate(plan_links(toy.plan, "train")):
+    for position, links in enumerate(Analysis(toy.plan).simulated("train")):
         walk = toy.priced.step.walk
         wanted |= {f"pp{position}  {form.effect.lane}" for index, form in enumerate(links.forms)
                    if walk.end[position][index] > walk.start[position][index]}

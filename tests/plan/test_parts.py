@@ -20,11 +20,12 @@ from threed.prediction.analytic import cost
 from threed.prediction.contention import step
 from threed.prediction.hardware import GroupPlace, Hardware
 from threed.prediction.prices import Prices, Travel
+from threed.program.analysis import Analysis
 from threed.program.check import check_programs
-from threed.program.entries import WHOLE_MESSAGES, MessageSettings
 from threed.program.instruction import COMPUTE, MESSAGES, PARTS, WHOLES, Instruction, Op, Slot
+from threed.program.plan import Plan
+from threed.program.settings import WHOLE_MESSAGES, MessageSettings
 from threed.program.summary import stages
-from threed.program.table import Plan
 from threed.schema import Config
 from threed.spec.parameter import Outflow
 
@@ -204,13 +205,14 @@ def test_sizes():
     act = whole.table.act_bytes
     assert pieces.table.size(Slot("actpart", 3, 0)) == pieces.table.size(Slot("gradpart", 3, 0)) == act // 8
     m = whole.table.num_microbatches
-    for before, after in zip(stages(whole), stages(pieces)):
+    for before, after in zip(stages(Analysis(whole)), stages(Analysis(pieces))):
         assert before["sent_bytes"]["pp"] == 8 * after["sent_bytes"]["pp"] == m * act
         assert after["sent_bytes"]["tp"] - before["sent_bytes"]["tp"] == m * ring(act, 8)
         # While JOIN makes the whole, the part is alive, too.
         assert after["activation_peak_bytes"] <= before["activation_peak_bytes"] + act // 8
     gpipe = ["parallel.schedule=gpipe", *FAR]
-    before, after = (stages(plan_of(*gpipe, way))[1]["slot_peak_bytes"] for way in (OFF, "zero.stage=1"))
+    before, after = (stages(Analysis(plan_of(*gpipe, way)))[1]["slot_peak_bytes"]
+                     for way in (OFF, "zero.stage=1"))
     assert after["act"] + after["actpart"] < before["act"] + act
 
 
@@ -230,7 +232,7 @@ def test_it_pays(hardware, least):
     """A step of a deep pipeline is shorter, the more the slower the links between nodes are."""
     machine = Hardware.parse(hardware)
     deep = [*FAR, "parallel.pp=8", "train.global_batch_size=64"]
-    whole_s, parts_s = (step(plan, cost(plan, machine), machine).total_s
+    whole_s, parts_s = (step(Analysis(plan), cost(plan, machine), machine).total_s
                         for plan in (plan_of(*deep, OFF), plan_of(*deep)))
     assert whole_s / parts_s - 1 > least, (whole_s, parts_s)
 

@@ -11,8 +11,8 @@ import pytest
 from threed.base import paths
 from threed.base.errors import ConfigError, InputError
 from threed.config import load as configs
-from threed.config.choices import get
 from threed.config.load import known_keys, load
+from threed.config.values import PATHS, expand, get
 from threed.schema import Config
 
 HOME = os.path.expanduser("~")
@@ -43,13 +43,13 @@ def values_of(key: str, texts: list[str], tmp_path: Path) -> list[object]:
         file.write_text(f"{section}: {{{name}: {text if text.startswith('[') else repr(text)}}}\n")
         for path, overrides in ((None, [f"{key}={text}"]), (file, [])):
             values, others = configs.given(path, overrides)
-            expanded, problems = paths.expand({**values, **others})
+            expanded, problems = expand({**values, **others})
             assert not problems
             found.append(expanded[key])
     return found
 
 
-@pytest.mark.parametrize("key", [key for key in paths.KEYS if key != "model.family"])
+@pytest.mark.parametrize("key", [key for key in PATHS if key != "model.family"])
 def test_every_key(key, tmp_path):
     for path, expected in (("~/x", f"{HOME}/x"), ("$SCRATCH/x", "/scratch/me/x"),
                            ("${SCRATCH}/x/", "/scratch/me/x/"), ("${oc.env:SCRATCH}/y", "/scratch/me/y"),
@@ -65,11 +65,11 @@ def test_the_table_has_every_key_that_holds_a_path():
     words = ("path", "folder", "file", "dir", "source", "tokenizer", "template", "cache", "resume", "copy_to",
              "costs", "mix", "family")
     named = {key for key in known_keys() if any(word in key.split(".")[1] for word in words)}
-    assert named - NO_PATHS <= set(paths.KEYS), named - set(paths.KEYS)
-    assert set(paths.KEYS) <= set(known_keys())
+    assert named - NO_PATHS <= set(PATHS), named - set(PATHS)
+    assert set(PATHS) <= set(known_keys())
 
 
-@pytest.mark.parametrize("key", list(paths.KEYS))
+@pytest.mark.parametrize("key", list(PATHS))
 def test_what_the_environment_has_not(key, tmp_path):
     """An error names the key and the variable, and no folder `$NOWHERE` is made."""
     value = f"{{}}{'/m.py:FAMILY' if key == 'model.family' else ''}"
@@ -79,7 +79,7 @@ def test_what_the_environment_has_not(key, tmp_path):
         text = given(key, value.replace("{}", path)) if key != "model.family" else value.replace("{}", path)
         with pytest.raises(ConfigError) as error:
             load(None, [f"{key}={text}"])
-        assert any(line.startswith(key) and says in line for line in error.value.problems), error.value
+        assert any(each.key == key and says in each.text for each in error.value.problems), error.value
 
 
 def test_addresses_and_names_stay():

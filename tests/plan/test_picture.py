@@ -8,6 +8,7 @@ from xml.etree import ElementTree
 import pytest
 
 import threed
+from threed.program.analysis import Analysis
 from threed.program.picture import nice_step, picture, svg
 from threed.program.show import timeline
 
@@ -21,7 +22,7 @@ def test_numbers_do_not_run_together(schedule, micro_batches):
     plan = threed.plan(threed.load("configs/toy.yaml", [
         "parallel.pp=4", "parallel.dp=1", "parallel.tp=1", "model.layers=14", "train.micro_batch_size=1",
         f"parallel.schedule={schedule}", f"train.global_batch_size={micro_batches}"]))
-    drawn = ElementTree.fromstring(picture(plan))
+    drawn = ElementTree.fromstring(picture(Analysis(plan)))
     width = float(drawn.attrib["width"])
     assert 1000 < width < 4200 and (width > 1100) == (micro_batches > 8)
     boxes, numbered = list(drawn), 0
@@ -36,8 +37,8 @@ def test_numbers_do_not_run_together(schedule, micro_batches):
 def test_title_legend_and_axis():
     """The bubble is that of the walk; the legend has the ops that are drawn; the axis counts forwards."""
     plan = threed.plan(threed.load("configs/toy.yaml", ["parallel.pp=4", "parallel.dp=1", "parallel.tp=1"]))
-    text = picture(plan)
-    total = timeline(plan).total_s
+    text = picture(Analysis(plan))
+    total = timeline(Analysis(plan)).total_s
     computed = plan.table.num_microbatches * 3.0
     assert f"micro-batches, train, bubble {1 - computed / total:.1%}</text>" in text
     texts = re.findall(r">([^<>]+)</text>", text)
@@ -47,7 +48,7 @@ def test_title_legend_and_axis():
     assert drawn.attrib["viewBox"] == f"0 0 {width} {height}"  # it shrinks to a narrow page
     ground = drawn[0].attrib  # under all the rest: the page around it may be dark
     assert (ground["width"], ground["height"], ground["fill"]) == (width, height, "#fff")
-    measured = svg(plan.programs["train"], timeline(plan), "measured")
+    measured = svg(plan.programs["train"], timeline(Analysis(plan)), "measured")
     assert "5.0 s</text>" in measured  # seconds, where nothing else is said
 
 

@@ -19,6 +19,7 @@ from threed.prediction.hardware import Hardware
 from threed.prediction.memory import of_config
 from threed.prediction.report import report
 from threed.prediction.transient import Transient
+from threed.program.analysis import Analysis
 from threed.program.instruction import COMPUTE, Op
 from threed.program.simulate import predict
 
@@ -116,14 +117,14 @@ def test_measured_costs_leave_moves_their_price(over):
     measured = {(position, op, unit): 1e-6 for position in range(2) for unit in range(20)
                 for op in (*COMPUTE, Op.STEP)}
     machines = Hardware(link_gbps=1, host_gbps=1, read_gbps=1, write_gbps=1), Hardware()
-    priced = ((PricedPlan(plan, analytic_cost(plan, machine, measured), "a run"), machine)
+    priced = ((PricedPlan(Analysis(plan), analytic_cost(plan, machine, measured), "a run"), machine)
               for machine in machines)
     slow, fast = (report(plan, machine)["step_time"] for plan, machine in priced)
     assert slow > 2 * fast
     of_device = make_plan(load("configs/toy.yaml"))
-    priced = PricedPlan(of_device, analytic_cost(of_device, Hardware(), measured), "a run")
+    priced = PricedPlan(Analysis(of_device), analytic_cost(of_device, Hardware(), measured), "a run")
     assert report(priced, Hardware())["step_time"] == pytest.approx(
-        predict(of_device, measured).step_s), "what the device computes costs what was measured"
+        predict(Analysis(of_device), measured).step_s), "what the device computes costs what was measured"
 
 
 def test_advice_is_printed():
@@ -180,7 +181,7 @@ def test_configs_are_refused_by_the_contract():
     with pytest.raises(ConfigError) as error:
         load("configs/toy.yaml", ["parallel.dp=4", "train.global_batch_size=32", "zero.stage=0",
                                   "zero.shard_size=2"])
-    assert error.value.problems == [contract.RULES[0].reason]
+    assert error.value.problems == [contract.RULES[0].problem]
 
 
 @pytest.mark.parametrize("overrides, said", [

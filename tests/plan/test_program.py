@@ -17,7 +17,7 @@ from threed.config.validate import stage_runs, validate
 from threed.planner import make_plan
 from threed.program.check import check
 from threed.program.instruction import COMPUTE, Op
-from threed.program.table import Plan
+from threed.program.plan import Plan
 from threed.program.walk import Mode, walk
 from threed.schema import (
     Config,
@@ -84,7 +84,9 @@ def test_nothing_is_stuck_in_any_mode():
     rng = random.Random(8)
     for _ in range(200):
         plan = make_plan(draw(rng))
-        for name, links in check(plan).items():
+        analysis = check(plan)
+        for name in plan.programs:
+            links = analysis.links(name)
             for mode in Mode:
                 when = walk(plan.programs[name], links, mode, lambda *_: 1.0)
                 assert when.stuck == []

@@ -14,11 +14,15 @@ from threed.prediction.analytic import cost as analytic_cost
 from threed.prediction.hardware import Hardware
 from threed.prediction.report import report, show
 from threed.prediction.verb import priced
+from threed.program.analysis import Analysis
 from threed.program.check import check
 from threed.program.effects import effects
 from threed.program.instruction import Instruction, Op, Slot, Tier
+from threed.program.names import SNAPSHOT, WAITING
+from threed.program.plan import Plan
+from threed.program.seam import seam_of
 from threed.program.summary import stages
-from threed.program.table import SNAPSHOT, WAITING, Plan
+from threed.program.traffic import moved_by
 
 TINY = ["model.layers=4", "model.hidden=32", "model.heads=8", "model.vocab=120", "model.vocab_multiple=64",
         "model.seq_len=16",
@@ -48,7 +52,7 @@ def test_every_unit_is_copied_once(mesh):
     assert sorted(unit for _, unit in copied) == sorted(plan.table.parameters)
     assert all(plan.table.parameters[unit].positions[0] == position for position, unit in copied)
     assert (WAITING in plan.programs) == plan.table.update.delayed
-    assert set(check(plan)) == set(plan.programs)
+    assert check(plan).plan is plan
 
 
 @pytest.mark.parametrize("others", [["checkpoint.every=0"], ["checkpoint.background=false"],
@@ -56,8 +60,8 @@ def test_every_unit_is_copied_once(mesh):
 def test_where_there_is_none(others):
     """Without a snapshot program STEP waits for nothing and the host holds nothing."""
     plan = plan_of(*others)
-    assert SNAPSHOT not in plan.programs and not any(row["snapshot_bytes"] for row in stages(plan))
-    assert not any(slot.kind == "snapshot" for slot in plan.table.seam(0))
+    assert SNAPSHOT not in plan.programs and not any(row["snapshot_bytes"] for row in stages(Analysis(plan)))
+    assert not any(slot.kind == "snapshot" for slot in seam_of(plan.table, 0))
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -112,7 +116,7 @@ def test_a_copy_in_the_step_is_refused():
 def test_bytes(others, kinds, share):
     """fp32 of the weights, the two moments, and the gradients that wait, of this rank's shard."""
     plan = plan_of(*others)
-    (row,) = stages(plan)
+    (row,) = stages(Analysis(plan))
     numel = sum(unit.numel for unit in plan.table.parameters.values())
     assert row["snapshot_bytes"] == numel // share * 4 * kinds
 
@@ -122,13 +126,13 @@ def test_what_it_costs():
     needs it."""
     plan = plan_of("parallel.pp=2")
     for link_gbps, blocked in ((1e6, False), (1e-4, True)):
-        machine, costs = priced(plan, f"link_gbps={link_gbps}", None)
+        machine, costs = priced(Analysis(plan), f"link_gbps={link_gbps}", None)
         values = report(costs, machine)
         saved = values["checkpoint"]
         assert saved["bytes"] == max(row["snapshot_bytes"] for row in values["stages"])
         assert saved["copy_s"] > 0 and (saved["blocked_s"] > 0.01 * saved["copy_s"]) == blocked
         assert "a checkpoint copies" in show(values)
-    machine, costs = priced(plan_of("checkpoint.every=0"), "", None)
+    machine, costs = priced(Analysis(plan_of("checkpoint.every=0")), "", None)
     assert report(costs, machine)["checkpoint"] is None
 
 
@@ -140,4 +144,4 @@ def test_the_link_of_a_copy(home, gbps):
     for item in plan.programs[SNAPSHOT][0]:
         lane = "d2h" if home == "none" else "host"
         assert effects(item, plan.table, 0).lane == lane
-        assert cost(0, item) == pytest.approx(plan.table.moved(item) * 8 / (gbps * 1e9))
+        assert cost(0, item) == pytest.approx(moved_by(plan.table, item) * 8 / (gbps * 1e9))

@@ -15,9 +15,10 @@ from threed.prediction.hardware import Hardware
 from threed.prediction.hardware import load as load_hardware
 from threed.prediction.rescale import transferred
 from threed.prediction.verb import predict, priced
+from threed.program.analysis import Analysis
 from threed.program.costs import save_costs
 from threed.program.instruction import COMPUTE, Op
-from threed.program.table import Plan
+from threed.program.plan import Plan
 
 RUN = ("parallel.dp=2", "parallel.tp=2", "parallel.pp=2", "run.device=cpu")
 OTHERS = {
@@ -63,7 +64,7 @@ def test_what_is_said(tmp_path):
     save_costs(tmp_path / "costs.json", slower(plan, hardware, 2.0), plan.digest, 5)
 
     def source(*overrides: str) -> str:
-        return priced(plan_of(*overrides), "cpu-core", tmp_path)[1].source
+        return priced(Analysis(plan_of(*overrides)), "cpu-core", tmp_path)[1].source
 
     assert source(*RUN) == str(tmp_path)
     assert source(*RUN, "parallel.schedule=gpipe").endswith("all computation measured at these sizes")

@@ -19,6 +19,7 @@ from threed.cli import runs as verbs
 from threed.config.load import load
 from threed.interop import init
 from threed.planner import make_plan
+from threed.program.analysis import Analysis
 from threed.program.show import grid
 
 ROOT = Path(__file__).parents[2]
@@ -229,10 +230,10 @@ def test_trillions():
 def test_a_grid_in_a_terminal():
     """Rows of hundreds of columns, broken anywhere; and a grid that is cut without a word."""
     plan = make_plan(load("configs/toy.yaml"))
-    whole, folded = grid(plan), grid(plan, columns=30)
+    whole, folded = grid(Analysis(plan)), grid(Analysis(plan), columns=30)
     assert max(map(len, folded.splitlines())) <= 30 < max(map(len, whole.splitlines()))
     for name in ("pp0", "pp1"):
         rows = [line.split()[1:] for line in folded.splitlines() if line.startswith(name)]
         (row,) = (line.split()[1:] for line in whole.splitlines() if line.startswith(name))
         assert len(rows) > 1 and [cell for part in rows for cell in part] == row
-    assert grid(plan, most=5).endswith("(the first 5 of 15 cells; --svg draws all)")
+    assert grid(Analysis(plan), most=5).endswith("(the first 5 of 15 cells; --svg draws all)")

@@ -14,7 +14,7 @@ from threed.config.validate import warnings
 from threed.planner import make_plan
 from threed.program.check import check_programs
 from threed.program.instruction import COMPUTE, Instruction, Op
-from threed.program.table import Plan
+from threed.program.plan import Plan
 
 BASE = ["model.layers=4", "parallel.pp=2", "parallel.dp=2", "train.global_batch_size=6",
         "parallel.stage_units=[3,3]"]

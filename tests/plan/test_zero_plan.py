@@ -16,10 +16,12 @@ from threed.config.load import load
 from threed.config.validate import validate
 from threed.features.zero.plan import window as insert
 from threed.planner import make_plan
-from threed.program.buffers import buffers
+from threed.program.analysis import Analysis
 from threed.program.effects import effects
 from threed.program.instruction import COMPUTE, Instruction, Op, Slot
-from threed.program.table import Plan, Table
+from threed.program.plan import Plan
+from threed.program.table import Table
+from threed.program.traffic import sent_by
 from threed.schema import Config, ModelConfig, ParallelConfig, TrainConfig, ZeroConfig
 
 BASE = ["model.layers=6", "model.hidden=16", "model.heads=4", "model.vocab=64", "model.vocab_multiple=32",
@@ -328,7 +330,7 @@ def test_traffic_of_zero_2(m, k):
     for stage, times in ((1, 1), (2, -(-m // k))):
         often = [f"zero.reduce_every={k}"] if stage == 2 else []
         plan = plan_of("parallel.dp=4", f"train.global_batch_size={4 * m}", f"zero.stage={stage}", *often)
-        sent = sum(plan.table.sent(item).get("dp", 0) for item in plan.programs["train"][0])
+        sent = sum(sent_by(plan.table, item).get("dp", 0) for item in plan.programs["train"][0])
         psi = sum(unit.numel for unit in plan.table.parameters.values())
         assert sent == (times + 1) * psi * 4 * 3 // 4
 
@@ -358,7 +360,7 @@ def test_buffers_are_enough_and_no_more(drawn):
                         holds["grad"].discard(item.unit)
                     for kind, units in holds.items():
                         times[kind].append([numel[p] for p in units])
-            pools = buffers(plan, position)
+            pools = Analysis(plan).buffers(position)
             for kind, sizes, spare in (("param", pools.params, 0), ("grad", pools.grads, 1)):
                 ends, separate = sorted(sizes), Counter()
                 for taken in times[kind]:

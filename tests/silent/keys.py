@@ -35,7 +35,7 @@ from threed.engine.loopback import run_loopback
 from threed.monitor.loggers.logger import About
 from threed.monitor.loggers.wandb import Wandb, is_off
 from threed.planner import make_mesh, make_plan
-from threed.program.buffers import buffers
+from threed.program.analysis import Analysis
 from threed.schema import Config
 from threed.training.callbacks import Writing
 
@@ -46,7 +46,7 @@ def plan(config: Config, folder: Path) -> Any:
     """The programs and sizes, the pools, and which rank is where."""
     made, mesh = make_plan(config), make_mesh(config)
     places = [sorted(mesh.coordinate(rank).on.items()) for rank in range(mesh.size)]
-    return made.digest, [buffers(made, position) for position in range(mesh.positions)], places
+    return made.digest, [Analysis(made).buffers(position) for position in range(mesh.positions)], places
 
 
 def numbers(config: Config, folder: Path) -> Any:
@@ -92,7 +92,7 @@ def texts(config: Config, folder: Path) -> Any:
         trainer: Any = SimpleNamespace(
             config=config, rank=comm.rank, comm=comm, engine=Engine(config, made, comm), tokenizer=tokenizer,
             watch=SimpleNamespace(phase=lambda text: nullcontext()),
-            meter=SimpleNamespace(apart=nullcontext),
+            meter=SimpleNamespace(excluded=nullcontext),
             log=SimpleNamespace(texts=lambda step, rows: written.append((step, rows))))
         callback: Any = Writing()
         callback.on_start(trainer)

@@ -27,6 +27,7 @@ from threed.comm.rendezvous import FAILURE, interface_variables, meet
 from threed.config.load import known_keys
 from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
+from threed.features.zero.gradient import Accumulated
 from threed.features.zero.run import ZeroRun
 from threed.optim import step as optimizer
 from threed.planner import make_mesh, make_plan
@@ -299,13 +300,14 @@ def test_a_nan_changes_nothing(stage, offload, tmp_path):
         engine.train_step(batches(config, comm, 0))
 
         def poisoned(instruction, slots):
-            if comm.rank == 1 and (grad := engine.states[instruction.unit].grad) is not None:
-                grad[0] = torch.nan
+            gradient = engine.states[instruction.unit].gradient
+            if comm.rank == 1 and gradient.accumulated is Accumulated.WHOLE:
+                gradient.whole()[0] = torch.nan
             return reduce(instruction, slots)
 
         def now() -> list[torch.Tensor]:
             return [torch.clone(each) for state in engine.states.values()
-                    for each in (state.weights, *state.buffers.values())]
+                    for each in (state.optimizer_state.master, *state.optimizer_state.buffers.values())]
 
         kept, engine.handlers[Op.REDUCE] = now(), poisoned
         bad.append(engine.train_step(batches(config, comm, 1))[0].finite)
@@ -326,7 +328,7 @@ def test_a_nan_at_a_step_that_is_not_logged(what, begin, monkeypatch, tmp_path):
 
     def poisoned(self, instruction, slots):
         if self.step_number == 2 and self.comm.rank == 1:
-            self.states[instruction.unit].grad[0] = torch.nan
+            self.states[instruction.unit].gradient.whole()[0] = torch.nan
         return reduce(self, instruction, slots)
 
     monkeypatch.setattr(ZeroRun, "reduce", poisoned)

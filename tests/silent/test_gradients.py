@@ -20,11 +20,12 @@ from tests.reference import Data, Reference, tokens_of
 from threed.checkpoint.lineage import Lineage
 from threed.checkpoint.load import resume
 from threed.checkpoint.save import Saver
-from threed.comm.group import Comm, initialized
+from threed.comm.group import Comm
+from threed.comm.process import initialized
 from threed.data.samples import Sample, Split
 from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
-from threed.features.zero.state import UnitState
+from threed.features.zero.gradient import Accumulated, Gradient
 from threed.models.model import parameters
 from threed.planner import make_mesh, make_plan
 from threed.schedules.orders import SCHEDULES
@@ -136,13 +137,13 @@ def test_a_buffer_that_another_lane_reads(row, references, monkeypatch):
     config = tiny(*SMALL, "parallel.dp=2", "parallel.pp=2", f"zero.stage={stage}", *schedule(name),
                   *SETTINGS["offload"][offload], *([f"zero.reduce_every={every}"] if stage >= 2 else []))
     be_late(monkeypatch, seed=stage)
-    take = UnitState.room_for_grad
+    take = Gradient.whole
 
-    def poisoned(self: UnitState) -> torch.Tensor:
-        fresh = self.grad is None
+    def poisoned(self: Gradient) -> torch.Tensor:
+        fresh = self.accumulated is Accumulated.NOTHING
         return take(self).fill_(torch.nan) if fresh else take(self)
 
-    monkeypatch.setattr(UnitState, "room_for_grad", poisoned)
+    monkeypatch.setattr(Gradient, "whole", poisoned)
     assert_parity(loopback(config, 2), references(config, 2))
 
 

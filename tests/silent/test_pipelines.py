@@ -28,13 +28,15 @@ from threed.base.errors import InputError, RunError
 from threed.checkpoint.lineage import Lineage
 from threed.checkpoint.load import resume
 from threed.checkpoint.save import Saver
-from threed.comm.group import Comm, ProcessComm, file_store
+from threed.comm.group import Comm
+from threed.comm.process import ProcessComm, file_store
 from threed.data.sampling import Sampling
 from threed.engine.engine import Engine
 from threed.engine.loopback import ThreadChannel, ThreadGroup, channel_pairs, run_loopback
 from threed.planner import make_mesh, make_plan
 from threed.prediction.hardware import Hardware
 from threed.prediction.peak import communicators
+from threed.program.analysis import Analysis
 from threed.program.summary import stages
 from threed.schedules.orders import SCHEDULES
 from threed.schema import Config
@@ -217,7 +219,7 @@ def test_bytes_of_uneven_stages(name, monkeypatch):
         monkeypatch.setattr(kind, call, test_saved._unseen(getattr(kind, call)))
     config = tiny(*test_saved.SIZES, "model.layers=4", *UNEVEN[name])
     plan, mesh = make_plan(config), make_mesh(config)
-    rows, table = stages(plan), plan.table
+    rows, table = stages(Analysis(plan)), plan.table
     assert len({row["parameters"] for row in rows}) > 1
 
     def held(comm: Comm) -> int:

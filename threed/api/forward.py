@@ -27,12 +27,14 @@ from threed.data.prompts import added, encode
 from threed.data.samples import Split, Tokens
 from threed.data.sampling import Sampling
 from threed.data.tokens import Prepared
-from threed.engine.device import pick_device, set_up
+from threed.devices import pick
+from threed.engine.device import set_up
 from threed.engine.engine import Engine
 from threed.engine.watch import Watch
 from threed.launcher.local import ANSWER, LocalLauncher
 from threed.planner import forward_plan
-from threed.program.table import EVALUATE, GENERATE
+from threed.program.analysis import Analysis
+from threed.program.names import EVALUATE, GENERATE
 from threed.schema import Config
 from threed.training.generation import TextWriter
 from threed.training.setup import Job, Task, connect, running
@@ -113,9 +115,9 @@ def _ready(job: Job, name: str, local_rank: int, watch: Watch,
     """An engine for one program that runs forward, with the weights of a checkpoint."""
     config = job.config
     set_up(config)
-    comm, plan = connect(config, watch, pick_device(config, local_rank), store,
-                         lambda config, pipeline: forward_plan(config, name, pipeline))
-    with running(config, plan, comm, watch) as engine:
+    comm, analysis = connect(config, watch, pick(config.run.device, local_rank), store,
+                             lambda config, pipeline: Analysis(forward_plan(config, name, pipeline)))
+    with running(config, analysis, comm, watch) as engine:
         with watch.phase("load a checkpoint", waits=False):
             resumed = resume(config, engine.zero, _to_stderr if watch.rank == 0 else _silently)
         if resumed.path is None:  # it has gone in the meantime

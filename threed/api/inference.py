@@ -20,8 +20,8 @@ from threed.base.signals import calm
 from threed.checkpoint.format import MANIFEST, checkpoints, folder, is_name, name_of, unseal
 from threed.checkpoint.lineage import newest
 from threed.comm.environment import place_of_environment
-from threed.config.choices import get
 from threed.config.load import checked, of_values, overrides_of
+from threed.config.values import get
 from threed.data.chat import templates
 from threed.data.run_tokenizer import kept_for
 from threed.data.sampling import IMPORTED, TOKENIZER, Sampling

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from threed.base.errors import ConfigError, InputError, check_type
+from threed.base.errors import ConfigError, InputError, Problem, check_type
 from threed.config import load as configs
 from threed.config.load import checked, of_values
 from threed.models.families.registry import give
@@ -45,8 +45,8 @@ def initialize(layers: Sequence[Spec] | Layers, loss: Loss | None = None,
     where = str(config) if isinstance(config, str | Path) else "the config"
     values, others = configs.given(config if isinstance(config, str | Path) else None, overrides)
     given = {**values, **configs.flat(config if isinstance(config, Mapping) else {}), **others}
-    if extra := [f"{key}={value}: the layers are your own, and say themselves what they are; leave it out"
-                 for key, value in given.items() if key.startswith("model.")]:
+    if extra := [Problem.of(key, f"={value}: the layers are your own, and say themselves what they are; "
+                            "leave it out") for key, value in given.items() if key.startswith("model.")]:
         raise ConfigError(extra, where)
     made = of_values({**given, "model.family": name}, where)
     if given.get("parallel.dp", "auto") == "auto":  # the number of ranks decides, once it is known
@@ -56,8 +56,9 @@ def initialize(layers: Sequence[Spec] | Layers, loss: Loss | None = None,
 
 def _of_config(config: Config, name: str) -> Config:
     usual = ModelConfig()
-    if extra := [f"model.{leaf.name}={getattr(config.model, leaf.name)}: the layers are your own, and say "
-                 "themselves what they are; leave it out" for leaf in dataclasses.fields(ModelConfig)
+    if extra := [Problem.of(f"model.{leaf.name}", f"={getattr(config.model, leaf.name)}: the layers are your "
+                            "own, and say themselves what they are; leave it out")
+                 for leaf in dataclasses.fields(ModelConfig)
                  if getattr(config.model, leaf.name) != getattr(usual, leaf.name)]:
         raise ConfigError(extra)
     made = copy.deepcopy(config)

@@ -24,15 +24,16 @@ from threed.config.validate import warnings
 from threed.monitor.folders import to_train
 from threed.planner import layouts, make_mesh, make_pipeline, saved_by_piece
 from threed.planner.facts import undivided, unequal
-from threed.planner.from_config import config_of, planned
+from threed.planner.from_config import analysed, config_of
 from threed.planner.passes import stages_of
 from threed.prediction.verb import predict
 from threed.program import explain as explaining
 from threed.program import show as shows
 from threed.program import summary
+from threed.program.analysis import Analysis
 from threed.program.check import check as check_plan
 from threed.program.graphs import graphs
-from threed.program.table import Plan
+from threed.program.plan import Plan
 from threed.program.units import compute_units, parameter_units, show_compute_units, show_parameter_units
 from threed.schema import Config
 from threed.training.hooks import Callback
@@ -55,7 +56,7 @@ def plan(config: Config) -> Plan:
     >>> plan = threed.plan(threed.load("configs/toy.yaml"))
     >>> plan.digest, plan.programs["train"][0][:3]
     """
-    return planned(config)
+    return analysed(config).plan
 
 
 def check(what: Config | Plan) -> dict[str, Any]:
@@ -68,15 +69,15 @@ def check(what: Config | Plan) -> dict[str, Any]:
 
     >>> threed.check(threed.load("configs/toy.yaml", ["zero.stage=3"]))["stages"][0]["optimizer_bytes"]
     """
-    plan = planned(what)
+    analysis = analysed(what)
     if isinstance(what, Plan):
-        check_plan(what)
-    config = config_of(plan)
-    rows = summary.stages(plan)
+        analysis = check_plan(what)
+    plan, config = analysis.plan, config_of(analysis.plan)
+    rows = summary.stages(analysis)
     for position, row in enumerate(rows) if config.run.cuda_graphs else ():
-        held = graphs(plan, position)
+        held = graphs(analysis, position)
         row |= {"cuda_graphs": held.count, "graph_sets": len(held.peaks)}
-    return {"ok": True, "world_size": config.world_size, "instructions": len(plan), "digest": plan.digest,
+    return {"ok": True, "world_size": config.world_size, "instructions": len(plan), "digest": analysis.digest,
             "warnings": [*warnings(config), *undivided(config, plan.programs["train"]), *unequal(config)],
             "stages": rows}
 
@@ -109,8 +110,13 @@ def show(what: Config | Plan, rank: int | None = None, program: str = "train",
 
     >>> print(threed.show(threed.load("configs/toy.yaml"), rank=4))
     """
-    plan = planned(what)
-    config = config_of(plan)
+    return show_text(analysed(what), rank, program, units, columns)
+
+
+def show_text(analysis: Analysis, rank: int | None = None, program: str = "train",
+              units: str | None = None, columns: int | None = None) -> str:
+    """What `show` returns."""
+    plan, config = analysis.plan, config_of(analysis.plan)
     position = _position(plan, rank, program)
     _no_rank_of_units(rank, units)
     if units is not None:
@@ -119,7 +125,7 @@ def show(what: Config | Plan, rank: int | None = None, program: str = "train",
         return shows.listing(plan, position, program)
     return (f"{make_mesh(config).draw()}\n\n{show_compute_units(plan, MOST_UNITS)}\n\n"
             f"{config.parallel.schedule}, {config.num_microbatches} micro-batches "
-            f"({shows.legend(plan, program)})\n{shows.grid(plan, program, columns=columns)}")
+            f"({shows.legend(plan, program)})\n{shows.grid(analysis, program, columns=columns)}")
 
 
 def show_document(plan: Plan, rank: int | None = None, program: str = "train",
@@ -134,12 +140,14 @@ def show_document(plan: Plan, rank: int | None = None, program: str = "train",
     return {**head, "programs": {f"pp{p}": [str(item) for item in plan.programs[program][p]] for p in chosen}}
 
 
-def explain(what: Config | Plan, index: int, rank: int = 0, program: str = "train") -> dict[str, Any]:
+def explain(what: Config | Plan | Analysis, index: int, rank: int = 0,
+            program: str = "train") -> dict[str, Any]:
     """What instruction `index` of a rank's program is for: which pass put it there, what it reads and makes
     and on which tier, which ranks take part, what it sends and moves in bytes, and what waits for it. Raises
     InputError where there is no such instruction."""
-    plan = planned(what)
-    config, position = config_of(plan), _position(plan, rank, program)
+    analysis = analysed(what)
+    plan, config = analysis.plan, config_of(analysis.plan)
+    position = _position(plan, rank, program)
     assert position is not None
     check_type("explain", index, int, "the number of an instruction")
     length = len(plan.programs[program][position])
@@ -149,7 +157,7 @@ def explain(what: Config | Plan, index: int, rank: int = 0, program: str = "trai
     stages = [(name, programs[position])
               for name, programs in stages_of(config, make_pipeline(config), plan.table, program)]
     item, mesh = plan.programs[program][position][index], make_mesh(config)
-    explained = explaining.explain(plan, program, position, index)
+    explained = explaining.explain(analysis, program, position, index)
     others = {other for group in explained["groups"] for other in mesh.group(group, rank)} - {rank}
     if item.peer >= 0:
         others = {mesh.group("pp", rank)[item.peer]}
@@ -236,12 +244,13 @@ def check_process(forks: bool) -> None:
     torch = sys.modules.get("torch")
     if not forks or torch is None:
         return
-    from threed.comm import forks as forked
+    from threed import devices
+    from threed.devices.forks import computes
 
-    if torch.cuda.is_initialized():
+    if devices.started():
         raise InputError("this process has used a GPU, so ranks cannot be forked from it: call threed.train "
                          "before, or start the script with torchrun")
-    if torch.get_num_threads() > 1 and not forked.computes():
+    if torch.get_num_threads() > 1 and not computes():
         raise InputError("this process has computed with torch on several threads, which do not survive a "
                          "fork, so ranks forked from it would hang: call threed.train before, start the "
                          "script with torchrun, or set OMP_NUM_THREADS=1 in its environment")

@@ -11,6 +11,8 @@ import errno
 import sys
 import sysconfig
 import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +32,31 @@ class InputError(ThreedError, ValueError):
     status = 2
 
 
-class ConfigError(InputError):
-    """Everything that is wrong with a config, at once. `problems` holds one line each; `advice` is about all
-    of them."""
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong with a config: the dotted key that it is about, and the line that is
+    printed."""
 
-    def __init__(self, problems: list[str], where: str = "the config", advice: str = ""):
+    key: str
+    text: str
+
+    @classmethod
+    def of(cls, key: str, rest: str) -> Problem:
+        """With a line that begins with the key."""
+        return cls(key, f"{key}{rest}")
+
+    @property
+    def section(self) -> str:
+        return self.key.partition(".")[0]
+
+    def __str__(self) -> str:
+        return self.text
+
+
+class ConfigError(InputError):
+    """Everything that is wrong with a config, at once; `advice` is about all of it."""
+
+    def __init__(self, problems: Sequence[Problem], where: str = "the config", advice: str = ""):
         self.problems = problems
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         super().__init__(f"{count} in {where}:\n" + "\n".join(f"  - {problem}" for problem in problems)

@@ -1,5 +1,5 @@
-"""Paths: what `~` and `$NAME` in a path stand for, and `$$` for a `$`. One function, for every key that holds
-a path.
+"""Paths: what `~` and `$NAME` in a path stand for, and `$$` for a `$`. A key that holds a path names the
+function that expands it (`threed.schema`).
 
 A path is relative to the folder in which the command runs. Addresses of a store (s3://BUCKET/RUN) are left as
 they are.
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from threed.base.address import is_store
@@ -41,18 +41,18 @@ def expanded(text: str) -> str:
     return path
 
 
-def _of_file(text: str) -> str:
+def of_file(text: str) -> str:
     """'file:PATH'; other values are names."""
     return f"file:{expanded(text[5:])}" if text.startswith("file:") else text
 
 
-def _of_family(text: str) -> str:
+def of_family(text: str) -> str:
     """'FILE.py:NAME'; other values are names."""
     file, colon, name = text.rpartition(":")
     return f"{expanded(file)}:{name}" if colon and file.endswith(".py") else text
 
 
-def _of_mix(entries: Any) -> Any:
+def of_mix(entries: Any) -> Any:
     """['WEIGHT SOURCE', ...]."""
     if not isinstance(entries, list | tuple):
         return entries
@@ -60,32 +60,9 @@ def _of_mix(entries: Any) -> Any:
     return [f"{part[0]} {expanded(part[2].strip())}" if isinstance(part, tuple) else part for part in parts]
 
 
-KEYS: dict[str, Callable[[Any], Any]] = {
-    "run.dir": expanded, "data.source": expanded, "data.mix": _of_mix, "data.tokenizer": expanded,
-    "data.chat_template": expanded, "data.cache": expanded, "offload.nvme_path": expanded,
-    "monitor.prometheus_file": expanded,
-    "checkpoint.copy_to": expanded, "train.resume": expanded, "parallel.costs": expanded,
-    "parallel.schedule": _of_file, "model.family": _of_family,
-}
-
-
 # options of commands that take a path; a command's first argument is one, too
 OPTIONS = ("-o", "--output", "--checkpoint", "--config", "--costs", "--data", "--folder", "--hardware",
            "--like", "--svg", "--tokenizer", "--write")
-
-
-def expand(values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Values by dotted key, with paths expanded; and a line for each that cannot be, which is left out."""
-    found, problems = dict(values), []
-    for key, function in KEYS.items():
-        value = values.get(key)
-        if isinstance(value, str) or function is _of_mix:  # a list in place of a path: validate says so
-            try:
-                found[key] = function(value)
-            except ValueError as error:
-                problems.append(f"{key}={value}: {error}")
-                del found[key]
-    return found, problems
 
 
 def argument(text: str) -> str:

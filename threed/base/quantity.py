@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -9,6 +10,7 @@ from fractions import Fraction
 
 from threed.base.errors import InputError
 
+BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}  # of an element, by precision.dtype and its like
 ALIGNMENT = 4096  # bytes: of memory, lengths and offsets, for reads and writes of a disk past the page cache
 _BINARY = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _COUNTS = {"": 1.0, **dict.fromkeys(("k", "thousand"), 1e3), **dict.fromkeys(("m", "mn", "million"), 1e6),
@@ -26,6 +28,19 @@ def parse_bytes(text: str | int) -> int:
     if match is None or scale is None:
         raise InputError(f"'{text}' is not an amount of bytes; write for example 512MiB, 1.5GiB or 2GB")
     return int(float(match.group(1)) * scale)
+
+
+def parse_limit(text: str) -> tuple[float | None, int | None]:
+    """A limit of activations. '2x' -> (2.0, None): times 1F1B's peak. '30GiB' -> (None, bytes)."""
+    if text.endswith("x"):
+        try:
+            times = float(text[:-1])
+        except ValueError:
+            times = -1.0
+        if not 0 < times < math.inf:
+            raise InputError(f"'{text}' is not a multiple of 1F1B's peak; write for example 1x or 1.5x")
+        return times, None
+    return None, parse_bytes(text)
 
 
 def parse_memory(text: str) -> int:

@@ -8,6 +8,8 @@ from statistics import fmean
 
 import torch
 
+from threed.devices import device_of
+
 SAMPLE_S = 0.002  # a sample repeats a call for as long: a clock's own time does not show
 LEAST, MOST = 5, 400  # samples
 
@@ -22,7 +24,7 @@ class Stopwatch:
     """Times calls on a device: with events on a GPU, with the host's clock on a CPU."""
 
     def __init__(self, device: torch.device):
-        self.device = device
+        self._clock = device_of(device).clock()
 
     def seconds(self, call: Callable[[], object], limit_s: float) -> float:
         """Of a call, from as many samples as fit into the limit."""
@@ -50,15 +52,9 @@ class Stopwatch:
 
     def sample(self, call: Callable[[], object], calls: int) -> float:
         """Seconds of one call."""
-        if self.device.type != "cuda":
-            begin = time.perf_counter()
-            for _ in range(calls):
-                call()
-            return (time.perf_counter() - begin) / calls
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        first.record()
+        begin = self._clock.mark()
         for _ in range(calls):
             call()
-        last.record()
-        last.synchronize()
-        return first.elapsed_time(last) / 1e3 / calls
+        end = self._clock.mark()
+        with self._clock.reader(begin, end) as since:
+            return since(end) / calls

@@ -10,6 +10,7 @@ from threed.calibration.clock import Stopwatch
 from threed.calibration.grid import Grid
 from threed.calibration.points import Computed
 from threed.comm.lanes import copy
+from threed.devices import device_of
 from threed.optim import step as optimizer
 from threed.optim.base import Update, View
 from threed.optim.registry import OPTIMIZERS
@@ -32,7 +33,7 @@ class Compute:
         """All sizes in the type that the machine is for, and some in the other: a CPU without units for 16
         bits takes long for them."""
         narrow = dtype.itemsize < 4
-        some = 1 if narrow == (self.device.type == "cuda") else 2
+        some = 1 if dtype == device_of(self.device).dtype else 2
         points = []
         for m, n, k in self.grid.products[::some]:
             left, right = self._numbers(m, k, dtype=dtype), self._numbers(n, k, dtype=dtype).t()
@@ -83,13 +84,12 @@ class Compute:
                 x.mul(x)
 
         seconds = self.host.seconds(launch, self.grid.point_s)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
+        device_of(self.device).synchronize()
         return seconds / LAUNCHES
 
     def link(self) -> float:
         """Bytes a second of copies to the device and from it, the slower of both."""
-        pinned = self.device.type == "cuda"
+        pinned = device_of(self.device).asynchronous
         host = torch.zeros(self.grid.copied, dtype=torch.uint8, pin_memory=pinned)
         device = torch.zeros_like(host, device=self.device)
         seconds = [self.clock.seconds(lambda a=into, b=of: copy(a, b), self.grid.point_s)
@@ -110,7 +110,8 @@ class Compute:
     def disk(self, folder: str, rank: int) -> tuple[float, float]:
         """Bytes a second that are written, and read, past the page cache. RunError where the disk fails."""
         disk = Disk(folder, rank)
-        memory = aligned(self.grid.disk, torch.uint8, torch.device("cpu"), self.device.type == "cuda")
+        memory = aligned(self.grid.disk, torch.uint8, torch.device("cpu"),
+                         device_of(self.device).asynchronous)
         try:
             disk.make("calibration", self.grid.disk)
             written = self.host.seconds(lambda: disk.write("calibration", memory), self.grid.point_s)

@@ -27,7 +27,11 @@ class Machine:
 
     ranks: int
     processors: int
-    cuda: bool
+    device: str  # the kind
+
+    @property
+    def on_gpus(self) -> bool:
+        return self.device != "cpu"
 
 
 def fitted(measured: Sequence[RankPoints], machine: Machine) -> tuple[Hardware, list[Point]]:
@@ -39,11 +43,11 @@ def fitted(measured: Sequence[RankPoints], machine: Machine) -> tuple[Hardware, 
             for row in zip(*(each.sent for each in measured), strict=True)]
     rates = {name: fmean(each.rates[name] for each in measured if name in each.rates)
              for name in {name for each in measured for name in each.rates}}
-    begin = _gpu if machine.cuda else _cpu
+    begin = _gpu if machine.on_gpus else _cpu
     hardware = replace(begin(computed, rates, machine, measured[0].device), host_gbps=_gbps(rates["step"]),
                        link_gbps=_gbps(rates["link"]), read_gbps=_gbps(rates["read"]),
                        write_gbps=_gbps(rates["write"]), host_memory_gb=_memory_gb())
-    hardware, points = (_fit_gpu if machine.cuda else _fit_cpu)(computed, hardware)
+    hardware, points = (_fit_gpu if machine.on_gpus else _fit_cpu)(computed, hardware)
     if sent:
         hardware = replace(hardware, contention=rates["contention"], node_efficiency=0.9,
                            node_us=1e6 * min(point.alone_s(hardware) for point in sent),
@@ -140,7 +144,7 @@ def _rounded(hardware: Hardware) -> Hardware:
 def text(hardware: Hardware, points: Sequence[Point], machine: Machine) -> str:
     """A hardware file, which begins with the errors of the fit."""
     lines = [f"Measured by threed calibrate on {time.strftime('%Y-%m-%d')}: {many(machine.ranks, 'rank')} on "
-             f"{'GPUs' if machine.cuda else 'CPUs'}, at the same time.",
+             f"{'GPUs' if machine.on_gpus else 'CPUs'}, at the same time.",
              "How far the prices are from what they were fitted to:",
              *(f"  {line}" for line in table(points, hardware).splitlines()),
              "adapter_* and dollars are not measured."]

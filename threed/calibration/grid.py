@@ -48,5 +48,5 @@ GPU_QUICK = Grid(
     256 << 20)
 
 
-def grid(cuda: bool, quick: bool) -> Grid:
-    return (GPU_QUICK if quick else GPU) if cuda else (CPU_QUICK if quick else CPU)
+def grid(gpus: bool, quick: bool) -> Grid:
+    return (GPU_QUICK if quick else GPU) if gpus else (CPU_QUICK if quick else CPU)

@@ -17,7 +17,7 @@ from threed.engine.engine import Engine
 from threed.engine.loopback import ThreadComm, World
 from threed.planner import make_mesh, make_pipeline, make_plan
 from threed.program.instruction import Op
-from threed.program.table import Plan
+from threed.program.plan import Plan
 from threed.program.trace import Trace
 from threed.schema import Config
 from threed.tensor.context import Batch

@@ -14,6 +14,7 @@ from threed.calibration.grid import Grid
 from threed.calibration.points import Sent
 from threed.comm.group import Comm, Group
 from threed.comm.lanes import Lane, StreamLane, ThreadLane
+from threed.devices import device_of
 
 CHANNELS = ((0, 1, "act"), (1, 0, "grad"))
 BETWEEN = 320  # rows of the square matrices that are multiplied between two collectives of a CPU
@@ -43,10 +44,11 @@ class GroupTimes:
     def contention(self) -> float:
         """Seconds that computation loses to a second of all-reduces beside it."""
         group, device = self.comm.groups["world"], self.comm.device
+        known = device_of(device)
         numbers = torch.zeros(round_up(sorted(self.grid.sent)[-2], group.size()), device=device)
-        matrix = torch.randn(4096 if device.type == "cuda" else 256, device=device).diag()
+        matrix = torch.randn(4096 if known.asynchronous else 256, device=device).diag()
         work, talk = lambda: torch.mm(matrix, matrix), lambda: group.all_reduce(numbers).wait()
-        lane: Lane = StreamLane(device) if device.type == "cuda" else ThreadLane("calibration", device)
+        lane: Lane = StreamLane(device) if known.asynchronous else ThreadLane("calibration", device)
         talk()
         calls = [max(1, round(BESIDE_S / self._most(self.clock.sample(call, 3)))) for call in (work, talk)]
         computed, sent = self._repeated(work, calls[0]), self._repeated(talk, calls[1])
@@ -100,7 +102,7 @@ class GroupTimes:
                     self.comm.mesh.size // 2, self._time(call))
 
     def _time(self, call: Callable[[], object]) -> float:
-        if self.comm.device.type == "cuda":
+        if device_of(self.comm.device).asynchronous:
             return self.clock.together(call, self.grid.point_s / 2, self._most)
         return self._after_work(call)
 

@@ -18,7 +18,8 @@ from threed.calibration.grid import Grid
 from threed.calibration.layers import layers
 from threed.calibration.links import CHANNELS, GroupTimes
 from threed.calibration.points import RankPoints
-from threed.comm.group import ProcessComm, file_store
+from threed.comm.process import ProcessComm, file_store
+from threed.devices import device_of, pick
 from threed.engine.device import set_up
 from threed.engine.gpu import stay_beside
 from threed.schema import Config
@@ -50,9 +51,9 @@ def measure(rank: int, task: CalibrationTask, pipe: Any) -> int:
         torch.set_num_threads(max(1, machine.processors // machine.ranks))
     set_up(Config())  # streams, queues and kernels as a run has them
     context = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
-    device = torch.device("cuda", rank) if machine.cuda else torch.device("cpu")
-    stay_beside(device)
     try:
+        device = pick(machine.device, rank)
+        stay_beside(device)
         comm = ProcessComm(mesh_of(machine.ranks), rank, device, TIMEOUT_S,
                            file_store(task.store, machine.ranks))
         measured = _measure(comm, task, pipe)
@@ -66,11 +67,11 @@ def measure(rank: int, task: CalibrationTask, pipe: Any) -> int:
 
 
 def _measure(comm: ProcessComm, task: CalibrationTask, pipe: Any) -> RankPoints:
-    measured, compute, cuda = RankPoints(), Compute(task.grid, comm.device), task.machine.cuda
+    measured, compute, gpus = RankPoints(), Compute(task.grid, comm.device), task.machine.on_gpus
+    device = device_of(comm.device)
     computed, rates = measured.computed, measured.rates
-    if cuda:
-        measured.device = torch.cuda.get_device_name(comm.device)
-        rates["memory"] = float(torch.cuda.get_device_properties(comm.device).total_memory)
+    if gpus:
+        measured.device, rates["memory"] = device.name(), float(device.memory_bytes())
 
     def copies() -> None:
         rates.update(launch=compute.launch_s(), link=compute.link(), step=compute.step())
@@ -80,14 +81,14 @@ def _measure(comm: ProcessComm, task: CalibrationTask, pipe: Any) -> RankPoints:
 
     parts = {"products": lambda: computed.extend([*compute.products(WIDE), *compute.products(NARROW)]),
              "element-wise kernels": lambda: computed.extend(compute.element_wise()),
-             "attention": lambda: computed.extend(compute.attention(NARROW if cuda else WIDE)),
+             "attention": lambda: computed.extend(compute.attention(device.dtype)),
              "layers": lambda: computed.extend(layers(task.grid)),
              "copies, launches and the host's optimizer step": copies,
              f"the disk at {task.folder}": disk}
     for what, part in parts.items():
         _say(comm, pipe, what)
         # On a CPU that many ranks have a processor for themselves.
-        if cuda or comm.rank < task.machine.processors:
+        if gpus or comm.rank < task.machine.processors:
             part()
         comm.exchange(None)  # all measure the same at the same time
     if comm.mesh.size > 1:

@@ -10,13 +10,13 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+from threed import devices
 from threed.base.errors import InputError, RunError
 from threed.base.quantity import show_bytes
 from threed.calibration.fitted import Machine, fitted, text
 from threed.calibration.grid import Grid, grid
 from threed.calibration.points import Point, RankPoints
 from threed.calibration.rank import CalibrationTask, measure
-from threed.launcher.local import local_world_size
 from threed.launcher.processes import CONTEXT, be_rank, end_all, signals_wait, start
 from threed.prediction.hardware import Hardware
 from threed.program.costs import write_whole
@@ -32,10 +32,10 @@ def calibrate(output: Path, ranks: int | None = None, quick: bool = False, folde
     `folder`: of whose disk the speed is measured. `say` gets a line for each part. Returns the hardware and
     the points that it was fitted to. InputError for bad arguments, RunError where a rank fails.
     """
-    gpus, processors = _gpus(device), len(os.sched_getaffinity(0))
+    (kind, gpus), processors = _kind(device), len(os.sched_getaffinity(0))
     if ranks is None:
         ranks = gpus or min(MOST_RANKS, processors)
-    machine, chosen = Machine(ranks, processors, gpus > 0), grid(gpus > 0, quick)
+    machine, chosen = Machine(ranks, processors, kind), grid(gpus > 0, quick)
     _check(output, folder, machine, gpus)
     _check_room(folder, chosen, ranks)
     begin = time.monotonic()
@@ -53,20 +53,20 @@ def calibrate(output: Path, ranks: int | None = None, quick: bool = False, folde
     return hardware, points
 
 
-def _gpus(device: str) -> int:
-    """How many to use; 0: the CPU."""
-    if device not in ("auto", "cpu", "cuda"):
-        raise InputError(f"--device {device}: give auto, cpu or cuda")
-    gpus = local_world_size(device) or 0
-    if device == "cuda" and not gpus:
-        raise InputError("--device cuda: torch sees no GPU here; use --device cpu")
-    return gpus
+def _kind(device: str) -> tuple[str, int]:
+    """The kind of device to use, and how many GPUs there are."""
+    if device not in devices.CHOICES:
+        raise InputError(f"--device {device}: give {devices.NAMED}")
+    kind, gpus = devices.for_forks(device)
+    if device in devices.ACCELERATORS and not gpus:
+        raise InputError(f"--device {device}: torch sees no GPU here; use --device cpu")
+    return kind, gpus
 
 
 def _check(output: Path, folder: Path, machine: Machine, gpus: int) -> None:
     if machine.ranks < 1:
         raise InputError(f"--ranks {machine.ranks}: give at least 1")
-    if machine.cuda and machine.ranks > gpus:
+    if machine.on_gpus and machine.ranks > gpus:
         raise InputError(f"--ranks {machine.ranks}: there are {gpus} GPUs; give as many, or use --device cpu")
     if output.is_dir() or not os.access(output.parent, os.W_OK):
         raise InputError(f"-o {output}: no file can be written there; give a file in a folder that exists "

@@ -221,19 +221,19 @@ def _read(reader: BoxReader, manifest: dict[str, Any], zero: ZeroRun) -> str | N
         waits = manifest["waiting"] and zero.table.trains
         zero.waiting = Clipped(**manifest["waiting"]) if waits else None
         for state in zero.states.values():
-            if state.unit.trains and is_base(manifest, zero.config):  # adapters, which it does not have
+            if state.part.unit.trains and is_base(manifest, zero.config):  # adapters, which it does not have
                 state.fill(place, zero.config.train.seed)
-                for buffer in state.buffers.values():
+                for buffer in state.optimizer_state.buffers.values():
                     buffer.zero_()
                 continue
-            for box in boxes(state.layout, place, *state.owned):
-                part = slice(box.start - state.owned[0], box.stop - state.owned[0])
+            for box in boxes(state.part.layout, place, *state.part.owned):
+                part = slice(box.start - state.part.owned[0], box.stop - state.part.owned[0])
                 for kind, whole in state.kept(zero.waiting is not None).items():
                     if kind != "param" and weights_only(manifest):
                         whole[part].zero_()
                     else:
                         reader.read(kind, box, whole[part].view(box.shape))
-            state.publish()
+            state.optimizer_state.publish()
     except Unusable as error:
         problem = error.what
     except _MALFORMED as error:
@@ -255,16 +255,16 @@ def _prove(manifest: dict[str, Any], zero: ZeroRun, rounded: dict[tuple[str, str
     kinds = "param", *(buffer.name for buffer in table.update.buffers), "waiting"
     sums, problem = _together(comm, lambda: _sums(zero, rounded))
     kept = {(name, kind) for state in zero.states.values() for kind in state.kept(zero.waiting is not None)
-            for name in (placed.parameter.name for placed in state.layout.placed)
+            for name in (placed.parameter.name for placed in state.part.layout.placed)
             if name in manifest["parameters"]}
     # All parameters of the position, in an order that all ranks share: a rank may have no part of some.
-    everything = [placed.parameter for state in zero.states.values() for placed in state.layout.placed]
+    everything = [placed.parameter for state in zero.states.values() for placed in state.part.layout.placed]
     names = sorted({parameter.name for parameter in everything})
     axes = {parameter.name: parameter.axes for parameter in everything}
     total = torch.tensor([_signed(sums.get((name, kind), 0)) for name in names for kind in kinds],
                          dtype=torch.int64, device=comm.device)
-    shared = {placed.parameter.name for state in zero.states.values() if state.sharded
-              for placed in state.layout.placed}
+    shared = {placed.parameter.name for state in zero.states.values() if state.part.sharded
+              for placed in state.part.layout.placed}
     groups = sorted({table.parameters[unit].shard_group for unit in zero.states} if table.sharded else ())
     for group, among in (*((group, shared) for group in groups),
                          *((axis, {name for name in names if axis in axes[name]})
@@ -289,12 +289,12 @@ def _sums(zero: ZeroRun,
     computes with are not those that it read."""
     comm, sums, problem = zero.comm, dict(rounded), None
     for unit, state in zero.states.items():
-        if not state.is_published():
+        if not state.optimizer_state.is_published():
             problem = (f"was read, but the weights of {zero.table.parameters[unit].name} that rank "
                        f"{comm.rank} on {socket.gethostname()} computes with are not those that were read: "
                        "look at the memory of that machine")
-        for box in boxes(state.layout, comm.here.on, *state.owned):
-            part = slice(box.start - state.owned[0], box.stop - state.owned[0])
+        for box in boxes(state.part.layout, comm.here.on, *state.part.owned):
+            part = slice(box.start - state.part.owned[0], box.stop - state.part.owned[0])
             for kind, whole in state.kept(zero.waiting is not None).items():
                 key = box.name, kind
                 sums[key] = (sums.get(key, 0) + checksum(whole[part], box)) & MASK

@@ -51,7 +51,7 @@ from threed.checkpoint.write import Item, write
 from threed.comm.lanes import in_order
 from threed.engine.engine import Engine
 from threed.features.zero.shard import counts
-from threed.features.zero.state import UnitState
+from threed.features.zero.units import UnitState
 from threed.schema import Config
 
 POLL_S = 0.1  # between two exchanges while ranks do nothing but write
@@ -126,7 +126,7 @@ class Saver:
             "format": FORMAT, "step": zero.step_number, "updates": zero.updates,
             "loss_scaler": zero.scaler.state(),
             "waiting": zero.waiting.kept() if zero.waiting else None, **counters,
-            "plan": self._engine.plan.digest,
+            "plan": self._engine.analysis.digest,
             "lineage": self._lineage, "mesh": {**mesh.sizes, "order": list(mesh.order)},
             "torch": torch.__version__, "config": zero.config.to_dict(),
         }
@@ -140,9 +140,9 @@ class Saver:
         if not state.writes:
             return []
         values = state.to_save(self._engine.zero.waiting is not None)
-        first = state.shard[0]
+        first = state.part.shard[0]
         return [Item(kind, box, lambda take=take, box=box: take(box.start - first, box.stop - first))
-                for kind, take in values.items() for box in boxes(state.layout, place, *state.shard)
+                for kind, take in values.items() for box in boxes(state.part.layout, place, *state.part.shard)
                 if counts(box.axes, place)]
 
     @property

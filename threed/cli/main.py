@@ -31,6 +31,7 @@ from threed.cli.runs import EXAMPLES, convert, files, init, runs, trace, write_f
 from threed.comm.environment import speaks_for_machine
 from threed.config import load as configs
 from threed.monitor.folders import to_train
+from threed.planner.from_config import analysed
 from threed.program import explain as explaining
 from threed.program.picture import picture
 
@@ -84,16 +85,18 @@ def show(context: typer.Context, config: of.ConfigPath, overrides: of.Overrides 
     if units is not None:
         exclude(context, "--units", "rank", "program")
     gc.disable()  # as in predict
-    plan = api.plan(configs.for_devices(config, overrides, devices, "show"))
+    analysis = analysed(configs.for_devices(config, overrides, devices, "show"))
     if explain is not None:
-        explained = api.explain(plan, explain, rank or 0, program)
+        explained = api.explain(analysis, explain, rank or 0, program)
         print(json.dumps(explained, indent=1) if as_json else explaining.show(explained))
         return
-    document = json.dumps(api.show_document(plan, rank, program, units), indent=1) if as_json else None
     # Raises for bad input before a file is written.
-    text = document or api.show(plan, rank, program, units, terminal())
+    if as_json:
+        text = json.dumps(api.show_document(analysis.plan, rank, program, units), indent=1)
+    else:
+        text = api.show_text(analysis, rank, program, units, terminal())
     if svg is not None:
-        write_file("--svg", svg, picture(plan, program))
+        write_file("--svg", svg, picture(analysis, program))
     print(text)
 
 

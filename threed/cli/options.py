@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from threed import devices
 from threed.base.errors import ConfigError, InputError, Reported, ThreedError
 
 HELP_COSTS = "measured costs: a run's folder, or its costs.json"
@@ -35,10 +36,11 @@ def keys(args: list[str], incomplete: str) -> list[str]:
 
 def choices(key: str) -> tuple[object, ...]:
     """The values of a key that has a few."""
-    from threed.config.choices import CHOICES
     from threed.models.families.registry import sizes
+    from threed.schema import keys_of
 
-    return tuple(sizes() if key == "model.name" else CHOICES.get(key, ()))
+    told = keys_of().get(key)
+    return tuple(sizes() if key == "model.name" else told.choices if told else ())
 
 
 def machines(incomplete: str) -> list[str]:
@@ -151,7 +153,7 @@ Ranks = Annotated[int | None, typer.Option(help="processes that measure together
                                                 "processor (8 at most)")]
 Quick = Annotated[bool, typer.Option("--quick", help="fewer sizes, less time for each")]
 DiskFolder = Annotated[Path, typer.Option(help="whose disk is measured")]
-Device = Annotated[str, typer.Option(help="auto, cpu or cuda", autocompletion=_one_of("auto", "cpu", "cuda"))]
+Device = Annotated[str, typer.Option(help=devices.NAMED, autocompletion=_one_of(*devices.CHOICES))]
 
 # ---------------------------------------------------------------- of `memory`
 
@@ -251,5 +253,5 @@ def documented(command: Callable[..., Any]) -> Callable[..., Any]:
 
 def error_document(error: ThreedError | str) -> dict[str, Any]:
     """What `--json` prints of an error."""
-    problems = error.problems if isinstance(error, ConfigError) else [str(error)]
+    problems = list(map(str, error.problems)) if isinstance(error, ConfigError) else [str(error)]
     return {"ok": False, "error": str(error), "problems": problems}

@@ -199,7 +199,7 @@ def _fits(values: dict[str, Any], limit_bytes: int) -> bool:
     holds as much during twice as many micro-batches as positions as during more, which take longer to
     plan."""
     from threed.config.load import of_values
-    from threed.planner.from_config import planned
+    from threed.planner.from_config import analysed
     from threed.prediction.hardware import Hardware
     from threed.prediction.peak import peaks, too_much
 
@@ -208,7 +208,7 @@ def _fits(values: dict[str, Any], limit_bytes: int) -> bool:
     machine = Hardware.parse("")
     try:
         of_values(dict(values), "the config")
-        held = peaks(planned(of_values(short, "the config")), machine)
+        held = peaks(analysed(of_values(short, "the config")), machine)
     except (ConfigError, PlanError):
         return False
     return too_much(held, machine, limit_bytes) is None

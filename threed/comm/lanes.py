@@ -17,6 +17,9 @@ from typing import Any, TypeVar
 
 import torch
 
+from threed.devices import device_of
+from threed.devices.device import Device
+
 T = TypeVar("T")
 Job = Callable[[], object]
 
@@ -66,15 +69,14 @@ def run_as_batch() -> None:
 
 
 class OnStream(Handle):
-    """All work up to now on the current CUDA stream."""
+    """All work up to now on a device's current stream."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: Device):
         super().__init__(None)
-        self._event = torch.cuda.Event()
-        self._event.record()
+        self._device, self._event = device, device.record()
 
     def wait(self) -> None:
-        torch.cuda.current_stream().wait_event(self._event)
+        self._device.current_stream().wait_event(self._event)
 
     def block(self) -> None:
         self._event.synchronize()
@@ -85,7 +87,7 @@ class OnStream(Handle):
 
 def so_far(device: torch.device) -> Handle:
     """All computation that has been issued; on a CPU it has ended."""
-    return OnStream() if device.type == "cuda" else DONE
+    return OnStream(known) if (known := device_of(device)).asynchronous else DONE
 
 
 def in_order(device: torch.device, work: Callable[[], T]) -> Callable[[], T]:
@@ -95,8 +97,7 @@ def in_order(device: torch.device, work: Callable[[], T]) -> Callable[[], T]:
     before = so_far(device)
 
     def done_there() -> T:
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
+        device_of(device).use()
         before.block()
         result = work()
         so_far(device).block()
@@ -159,8 +160,7 @@ class ThreadLane(Lane):
 
     @torch.no_grad()
     def _work(self) -> None:
-        if self.device.type == "cuda":  # a thread's work goes to GPU 0 otherwise
-            torch.cuda.set_device(self.device)
+        device_of(self.device).use()  # a thread's work goes to the first otherwise
         failure: BaseException | None = None
         while (entry := self._jobs.get()) is not None:
             job, after, handle = entry
@@ -189,25 +189,26 @@ class ThreadLane(Lane):
 
 
 class StreamLane(Lane):
-    """A CUDA stream. A job is issued at once, and runs when the work that it names has run."""
+    """A stream. A job is issued at once, and runs when the work that it names has run."""
 
     at_once, defers = False, False
 
     def __init__(self, device: torch.device):
         super().__init__(device)
         # Before the computation: what a lane's job does is short, and somebody will wait for it.
-        self._stream = torch.cuda.Stream(device, priority=-1)
+        self._on = device_of(device)
+        self._stream = self._on.stream(first=True)
 
     def submit(self, job: Job, after: Sequence[Handle] = ()) -> Handle:
-        with torch.cuda.stream(self._stream):
+        with self._on.on(self._stream):
             for handle in after:
                 handle.wait()
             job()
-            return OnStream()
+            return OnStream(self._on)
 
 
 class CopyLane(ThreadLane):
-    """A CUDA stream for copies, some of which wait for the host or the disk. A thread issues those, so that
+    """A stream for copies, some of which wait for the host or the disk. A thread issues those, so that
     the computation goes on meanwhile; the others are issued at once."""
 
     def __init__(self, name: str, device: torch.device):
@@ -218,7 +219,7 @@ class CopyLane(ThreadLane):
 
     def _run(self, job: Job, after: Sequence[Handle]) -> Handle:
         handle = self._stream.submit(job, after)
-        # While another thread records a CUDA graph, the allocator forgets which streams use what is freed.
+        # While another thread records a graph, the allocator forgets which streams use what is freed.
         while self._under_way and self._under_way[0][0].done():
             self._under_way.popleft()
         self._under_way.append((handle, job))
@@ -235,5 +236,4 @@ def copy(into: torch.Tensor, of: torch.Tensor) -> None:
     done."""
     into.copy_(of, non_blocking=True)
     for tensor in (into, of):
-        if tensor.is_cuda:
-            tensor.record_stream(torch.cuda.current_stream())
+        device_of(tensor.device).in_use(tensor)

@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from threed.base.errors import Problem
 from threed.schedules.orders import SCHEDULES
 from threed.schema import Config
 
@@ -70,23 +71,25 @@ def axes() -> dict[str, tuple[object, ...]]:
 
 class Rule(NamedTuple):
     refuses: Callable[[Cell], bool]
-    reason: str
+    problem: Problem
 
 
 RULES = (
-    Rule(lambda cell: cell.stage == 0 and cell.shard_groups,
-         "zero.shard_size below parallel.dp needs zero.stage of at least 1: at stage 0 nothing is sharded, "
-         "whole copies are everywhere; leave zero.shard_size out"),
-    Rule(lambda cell: cell.offload == "none+parameters",
-         "offload.parameters needs offload.optimizer=cpu or nvme: what lives on the host is stepped there"),
-    Rule(lambda cell: cell.offload.endswith("+parameters") and cell.stage < 3,
-         "offload.parameters needs zero.stage=3: below it every device holds whole parameters all the time"),
+    Rule(lambda cell: cell.stage == 0 and cell.shard_groups, Problem.of(
+        "zero.shard_size", " below parallel.dp needs zero.stage of at least 1: at stage 0 nothing is "
+        "sharded, whole copies are everywhere; leave zero.shard_size out")),
+    Rule(lambda cell: cell.offload == "none+parameters", Problem.of(
+        "offload.parameters", " needs offload.optimizer=cpu or nvme: what lives on the host is stepped "
+        "there")),
+    Rule(lambda cell: cell.offload.endswith("+parameters") and cell.stage < 3, Problem.of(
+        "offload.parameters", " needs zero.stage=3: below it every device holds whole parameters all the "
+        "time")),
 )
 
 
-def refusal(cell: Cell) -> str | None:
+def refusal(cell: Cell) -> Problem | None:
     """Why a cell does not work; None where it does."""
-    return next((rule.reason for rule in RULES if rule.refuses(cell)), None)
+    return next((rule.problem for rule in RULES if rule.refuses(cell)), None)
 
 
 def cells() -> Iterator[Cell]:
@@ -109,7 +112,7 @@ def show(refused: bool = False) -> str:
         lines.append(str(schedule).ljust(16) + "".join("{}/{}".format(*count).rjust(12) for count in counts))
     for rule in RULES:
         listed = [cell for cell in every if rule.refuses(cell)]
-        lines += ["", f"{len(listed)} refused: {rule.reason}",
+        lines += ["", f"{len(listed)} refused: {rule.problem}",
                   *(f"  {cell.id}" for cell in listed if refused)]
     return "\n".join(lines)
 
@@ -122,8 +125,8 @@ def _values(values: tuple[object, ...]) -> str:
 def document(refused: bool = False) -> dict[str, Any]:
     """The document of `threed matrix --json`: the axes, and each cell (or each `refused` one alone) with its
     verdict, its reason and its test."""
-    rows = [{**cell._asdict(), "verdict": "refused" if (reason := refusal(cell)) else "works",
-             "reason": reason, "test": cell.test} for cell in cells()]
+    rows = [{**cell._asdict(), "verdict": "refused" if (problem := refusal(cell)) else "works",
+             "reason": problem and problem.text, "test": cell.test} for cell in cells()]
     works = sum(row["verdict"] == "works" for row in rows)
     return {"axes": axes(), "works": works, "refused": len(rows) - works,
             "cells": [row for row in rows if not refused or row["verdict"] == "refused"]}

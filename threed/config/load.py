@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import difflib
 import math
-import re
 import tomllib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -28,22 +26,19 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from threed.base import paths
-from threed.base.errors import ConfigError, InputError, check_type
+from threed.base.errors import ConfigError, InputError, Problem, check_type
 from threed.base.mesh import AXES
 from threed.base.quantity import whole_number
 from threed.base.shipped import find_file
 from threed.base.template import Template
-from threed.config.choices import CHOICES, check_values, get
+from threed.config.unknown import UnknownKey, unknown
 from threed.config.validate import validate
+from threed.config.values import PATHS, check_values, expand, get
 from threed.models.families.registry import FAMILIES, family_of, nearest_size, size_of, sizes
-from threed.schema import Config, ModelConfig
+from threed.schema import Config, ModelConfig, keys_of
 
-_NEAR = 0.8  # how alike a key and a slip of the pen are; below it they are two words
 _KINDS = {"converted to Float": "a number", "converted to Integer": "a whole number",  # ends of reasons
           "is not a ListConfig, TupleConfig, list, or tuple.": "a list"}
-_NEARER = 0.9  # the same, of a key of another section
-# A problem with one of Megatron-LM's options
-_FLAG = re.compile(r"[\w-]+: unknown key; for Megatron-LM's|\w+-[\w-]+: unknown key; did you mean")
 
 
 def load(path: str | Path | None, overrides: list[str] | None = None,
@@ -71,11 +66,11 @@ def _led_to_convert(path: str | Path | None, values: dict[str, Any]) -> Iterator
     try:
         yield
     except ConfigError as error:
-        mine = [problem for problem in error.problems if problem.partition(":")[0] in values]
+        theirs = [each for each in error.problems if isinstance(each, UnknownKey) and each.key in values]
         command = ""
-        if str(path).endswith(".json") and any("for DeepSpeed's" in problem for problem in mine):
+        if str(path).endswith(".json") and any(each.framework == "DeepSpeed" for each in theirs):
             command = f"threed convert {path}"
-        elif str(path).endswith((".yaml", ".yml")) and any(map(_FLAG.match, mine)):
+        elif str(path).endswith((".yaml", ".yml")) and any(each.is_flag for each in theirs):
             command = f"threed convert --megatron {path}"
         if not command or not values.keys().isdisjoint(known_keys()):
             raise
@@ -150,14 +145,14 @@ def checked(config: Config, world_size: int | None = None) -> Config:
     if problems := _wrong_types(config):
         raise ConfigError(problems)
     own = copy.deepcopy(config)
-    found, problems = paths.expand({key: get(own, key) for key in paths.KEYS})
+    found, problems = expand({key: get(own, key) for key in PATHS})
     for key, value in found.items():
         section, name = key.split(".")
         setattr(getattr(own, section), name, value)
     return _resolved(own, world_size, problems, "the config")
 
 
-def _resolved(config: Config, world_size: int | None, problems: list[str], where: str) -> Config:
+def _resolved(config: Config, world_size: int | None, problems: list[Problem], where: str) -> Config:
     resolve_dp(config, world_size)
     if config.model.fused == "auto" and config.run.device == "cpu" and not config.model.own_layers:
         config.model.fused = "off"
@@ -167,15 +162,17 @@ def _resolved(config: Config, world_size: int | None, problems: list[str], where
     return config
 
 
-def _wrong_types(config: Config) -> list[str]:
-    """A line for each value that is not of its key's type, which `load` would have refused."""
+def _wrong_types(config: Config) -> list[Problem]:
+    """A problem for each value that is not of its key's type, which `load` would have refused."""
     problems = []
     for name, kind in get_type_hints(type(config)).items():
         section = getattr(config, name)
         if not isinstance(section, kind):
-            problems.append(f"{name} is of type {type(section).__name__}: must be a {kind.__name__}")
+            problems.append(Problem.of(name, f" is of type {type(section).__name__}: must be a "
+                                       f"{kind.__name__}"))
             continue
-        problems += [f"{name}.{key}={value!r}: must be of type {hint if get_origin(hint) else hint.__name__}"
+        problems += [Problem.of(f"{name}.{key}", f"={value!r}: must be of type "
+                                f"{hint if get_origin(hint) else hint.__name__}")
                      for key, hint in get_type_hints(type(section)).items()
                      if not _fits(value := getattr(section, key), hint)]
     return problems
@@ -229,7 +226,7 @@ def _resolve(values: Any) -> Any:
         return paths.VARIABLE.sub(lambda match: "\\" * (match[2] not in {None, *raw}) + match[0],
                                   value) if isinstance(value, str) else value
 
-    for key in paths.KEYS:
+    for key in PATHS:
         section, name = key.split(".")
         for holder, inside in ((raw, key), (raw.get(section), name)):
             if isinstance(holder, dict) and inside in holder:
@@ -263,12 +260,10 @@ def flat(values: Any, prefix: str = "") -> dict[str, Any]:
 
 def known_keys(config: Config | None = None) -> list[str]:
     """Every dotted key of the schema; with those of the family of `config`."""
-    config = config or Config()
-    return [f"{section.name}.{leaf.name}" for section in dataclasses.fields(config)
-            for leaf in dataclasses.fields(getattr(config, section.name))]
+    return list(keys_of(type(config.model) if config else ModelConfig))
 
 
-def _family(given: dict[str, Any]) -> tuple[ModelConfig, dict[str, Any], list[str]]:
+def _family(given: dict[str, Any]) -> tuple[ModelConfig, dict[str, Any], list[Problem]]:
     """The defaults of the model's family, values of the size that `model.name` names, and what is wrong with
     the two."""
     problems, known = [], sizes()
@@ -276,65 +271,69 @@ def _family(given: dict[str, Any]) -> tuple[ModelConfig, dict[str, Any], list[st
     try:
         family = family_of(name or known.get(size, "gpt"))
     except InputError as error:
-        problems.append(str(error))
+        problems.append(Problem("model.family", str(error)))
         family = FAMILIES["gpt"]
     if size in family.sizes:
         return family.config(family=name or known[size]), dict(family.sizes[size]), problems
     if size in known and not problems:
-        problems.append(f"model.name={size} is a size of model.family={known[size]}, not of {name}; leave "
-                        "one of them out")
+        problems.append(Problem.of("model.name", f"={size} is a size of model.family={known[size]}, not of "
+                                   f"{name}; leave one of them out"))
     elif size != "custom" and size not in known:
         near, why = nearest_size(size)
         because = f" ({why})" if why else ""
-        problems.append(f"model.name={size}: no such size{because}; did you mean {near}? There are "
-                        f"{', '.join(known)}; leave it out to give the sizes yourself"
-                        f"{', or take threed import for a model of Hugging Face' * ('/' in str(size))}")
+        imported = ", or take threed import for a model of Hugging Face" * ("/" in size)
+        problems.append(Problem.of("model.name", f"={size}: no such size{because}; did you mean {near}? "
+                                   f"There are {', '.join(known)}; leave it out to give the sizes "
+                                   f"yourself{imported}"))
     return family.config(family=name or "gpt"), {}, problems
 
 
-def _build(given: dict[str, Any]) -> tuple[Config, list[str]]:
-    given, unknown = paths.expand(given)
+def _build(given: dict[str, Any]) -> tuple[Config, list[Problem]]:
+    given, problems = expand(given)
     named = size_of(str(given.get("model.name", "custom")))
     given = {**given, **({"model.name": named} if named is not None else {})}
-    model, size, problems = _family(given)
-    problems = [*unknown, *problems]
-    defaults = Config(model=model)
-    keys = known_keys(defaults)
+    model, size, wrong = _family(given)
+    problems += wrong
+    defaults, told = Config(model=model), keys_of(type(model))
     hints = _hints(type(model))
     given = {**{f"model.{key}": value for key, value in size.items()}, **given}
     schema = _schema(type(model)).copy()
     schema.model.family = model.family
     for key, value in given.items():
-        if inside := [known for known in keys if known.startswith(f"{key}.")]:
-            problems.append(f"{key}={value}: {key} is a section; give values to its keys, such as "
-                            f"{inside[0]}")
+        if inside := [known for known in told if known.startswith(f"{key}.")]:
+            problems.append(Problem.of(key, f"={value}: {key} is a section; give values to its keys, such as "
+                                       f"{inside[0]}"))
             continue
-        if key not in keys:
-            problems.append(f"{key}: unknown key{_nearest(key, keys)}")
+        if key not in told:
+            problems.append(unknown(key, list(told)))
             continue
-        if isinstance(value, bool) and "off" in CHOICES.get(key, ()):  # YAML reads on and off as booleans
+        if isinstance(value, bool) and "off" in told[key].choices:  # YAML reads on and off as booleans
             value = "on" if value else "off"
         if isinstance(OmegaConf.select(schema, key), bool) and not isinstance(value, bool):
             # OmegaConf would take any number for one
-            problems.append(f"{key}={value}: must be true or false")
+            problems.append(Problem.of(key, f"={value}: must be true or false"))
             continue
         value = _whole(value, hints[key])
         try:
             OmegaConf.update(schema, key, value)
         except OmegaConfBaseException as error:
-            reason = str(error).splitlines()[0]
-            kind = next((word for name, word in _KINDS.items() if reason.endswith(name)), None)
-            kind = _list_of(key, defaults) if kind == "a list" else kind
-            if isinstance(value, list) and "to string" in reason:
-                kind = "one text, not a list" + "; data.mix takes several sources" * (key == "data.source")
-            reason = f"must be {kind}" if kind else f"{reason[0].lower()}{reason[1:]}"
-            problems.append(f"{key}={value}: {reason}")
-    for key in [key for key in given if key in keys and OmegaConf.is_missing(*_owner(schema, key))]:
-        problems.append(f"{key} is '???', which stands for a value that is missing: give one")
+            problems.append(Problem.of(key, f"={value}: {_reason(error, key, value, defaults)}"))
+    for key in [key for key in given if key in told and OmegaConf.is_missing(*_owner(schema, key))]:
+        problems.append(Problem.of(key, " is '???', which stands for a value that is missing: give one"))
         OmegaConf.update(schema, key, get(defaults, key))
     config = OmegaConf.to_object(schema)
     assert isinstance(config, Config)
     return config, problems
+
+
+def _reason(error: OmegaConfBaseException, key: str, value: Any, defaults: Config) -> str:
+    """Why OmegaConf does not take a value."""
+    reason = str(error).splitlines()[0]
+    kind = next((word for name, word in _KINDS.items() if reason.endswith(name)), None)
+    kind = _list_of(key, defaults) if kind == "a list" else kind
+    if isinstance(value, list) and "to string" in reason:
+        kind = "one text, not a list" + "; data.mix takes several sources" * (key == "data.source")
+    return f"must be {kind}" if kind else f"{reason[0].lower()}{reason[1:]}"
 
 
 def _whole(value: Any, hint: Any) -> Any:
@@ -352,6 +351,8 @@ def _hints(model: type[ModelConfig]) -> dict[str, Any]:
     sections = {**get_type_hints(Config), "model": model}
     return {f"{section}.{key}": hint for section, kind in sections.items()
             for key, hint in get_type_hints(kind).items()}
+
+
 def _list_of(key: str, defaults: Config) -> str:
     """What a list must be that is the value of a key."""
     section, name = key.split(".")
@@ -370,26 +371,6 @@ def _schema(model: type[ModelConfig]) -> Template:
 def _owner(schema: DictConfig, key: str) -> tuple[DictConfig, str]:
     section, name = key.split(".")
     return schema[section], name
-
-
-def _nearest(key: str, keys: list[str]) -> str:
-    """The end of the message about an unknown key: what to write instead."""
-    from threed.base.words import meant
-    from threed.config.synonyms import ours  # long tables, which a config without mistakes does not need
-
-    begun = [known for known in keys if known.startswith(key)]
-    if (known := ours(key) or (None if begun else meant(key))) is not None:
-        return f"; {known}"
-    section, _, tail = key.replace("-", "_").rpartition(".")
-    near = begun or _alike(tail, [known for known in keys if known.startswith(f"{section}.")])
-    near = near or _alike(tail, keys, _NEARER)
-    return f"; did you mean {near[0]}?" if near else "; the keys are listed in configs/reference.yaml"
-
-
-def _alike(tail: str, keys: list[str], near: float = _NEAR) -> list[str]:
-    """The keys whose last part is most like `tail`; none where all are other words."""
-    tails = {known.rpartition(".")[2]: known for known in reversed(keys)}
-    return [tails[name] for name in difflib.get_close_matches(tail, list(tails), 1, near)]
 
 
 def resolve_dp(config: Config, world_size: int | None) -> None:

@@ -3,35 +3,36 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
-from threed.models.families.registry import calling, family_of
-from threed.models.tiling import share_of
+from threed.base.errors import Problem
+from threed.models.families.registry import family_of
 from threed.schema import Config, DataConfig
 
 _TEXTS = "train.sample_prompts", "train.sample_every"
 
 
-def unused(config: Config) -> list[str]:
-    """What is wrong with a config for a model of user layers, one line each."""
+def unused(config: Config) -> Iterator[Problem]:
+    """What is wrong with a config for a model of user layers."""
     model, family = config.model, family_of(config.model.family)
-    problems = [f"model.{key}={value}: the layers are your own, and say themselves what they are; leave "
-                "it out"
-                for key, value in _changed(model, type(model)()) if key != "family"]
-    problems += [f"data.{key}={value}: the data were given with the layers; leave it out"
-                 for key, value in _changed(config.data, DataConfig())]
+    for key, value in _changed(model, type(model)()):
+        if key != "family":
+            yield Problem.of(f"model.{key}", f"={value}: the layers are your own, and say themselves what "
+                             "they are; leave it out")
+    for key, value in _changed(config.data, DataConfig()):
+        yield Problem.of(f"data.{key}", f"={value}: the data were given with the layers; leave it out")
     train = config.train
     if train.sample_every or train.sample_prompts:
-        problems.append(f"train.sample_every={train.sample_every} with train.sample_prompts="
-                        f"{list(train.sample_prompts)}: layers of your own write no text; leave both out")
+        yield Problem.of("train.sample_every", f"={train.sample_every} with "
+                         f"train.sample_prompts={list(train.sample_prompts)}: layers of your own write no "
+                         "text; leave both out")
     if train.eval_every and not family.validates:
-        problems.append(f"train.eval_every={train.eval_every}: there are no samples to validate with; give "
-                        "data as a tuple (data set, data set to validate with)")
+        yield Problem.of("train.eval_every", f"={train.eval_every}: there are no samples to validate with; "
+                         "give data as a tuple (data set, data set to validate with)")
     if config.activation.policy == "selective":
-        problems.append("activation.policy=selective: threed does not know the pieces of layers of your own; "
-                        "use full or budget, which compute whole units again")
-    with calling(model.family, "check()"):
-        return [*problems, *family.check(model, share_of(config).ranks)]
+        yield Problem.of("activation.policy", "=selective: threed does not know the pieces of layers of your "
+                         "own; use full or budget, which compute whole units again")
 
 
 def _changed(section: Any, usual: Any) -> list[tuple[str, Any]]:

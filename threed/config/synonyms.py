@@ -16,8 +16,14 @@ FRAMEWORKS = (DEEPSPEED, MEGATRON, TORCHTITAN, PEFT)
 
 
 def ours(key: str) -> str | None:
-    """What to use in place of a key of another framework, with the framework's name; None where it is none
-    of theirs. A key that threed calls the same, in another section, is left to a search for names alike."""
+    """What to use in place of a key of another framework; None where it is none of theirs."""
+    found = whose(key)
+    return found and found[1]
+
+
+def whose(key: str) -> tuple[str, str] | None:
+    """The framework whose key it is, and what to use in its place; None where it is none's. A key that threed
+    calls the same, in another section, is left to a search for names alike."""
     titan = next((row for row in TORCHTITAN.rows if row.theirs == key), None)
     if titan is not None:
         return _instead(TORCHTITAN, key, titan)
@@ -32,10 +38,10 @@ def ours(key: str) -> str | None:
         if row is not None and (section or (row.key or "").rpartition(".")[2] != last):
             return _instead(framework, key, row)
     if section:
-        return f"for DeepSpeed's {key} use the section {DEEPSPEED.sections[first]}"
+        return DEEPSPEED.name, f"for DeepSpeed's {key} use the section {DEEPSPEED.sections[first]}"
     return None
 
 
-def _instead(framework: Framework, key: str, row: Key) -> str:
+def _instead(framework: Framework, key: str, row: Key) -> tuple[str, str]:
     there_is = row.ours.startswith((NO_KEY, NOTHING))
-    return f"for {framework.name}'s {key} {'there is' if there_is else 'use'} {row.ours}"
+    return framework.name, f"for {framework.name}'s {key} {'there is' if there_is else 'use'} {row.ours}"

@@ -3,34 +3,39 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 
 from threed.base.address import is_store, local_path
 from threed.base.address import problem as address_problem
-from threed.base.errors import InputError
+from threed.base.errors import InputError, Problem
 from threed.base.quantity import parse_bytes
 from threed.base.remember import remembered
-from threed.config.choices import check_values
 from threed.config.contract import Cell, refusal
 from threed.config.own_layers import unused
-from threed.config.suits import check_data
+from threed.config.suits import check_data, check_monitor
+from threed.config.values import check_values
 from threed.models.check import unsound
 from threed.models.families.registry import calling, family_of
 from threed.models.tiling import cut_layers, layers_of, model_key, share_of, together, unit_layers
 from threed.schedules.orders import SCHEDULES
-from threed.schema import CheckpointConfig, Config, ModelConfig, PrecisionConfig
+from threed.schema import PIECES, CheckpointConfig, Config, ModelConfig, PrecisionConfig
 
 
-def validate(config: Config, world_size: int | None = None) -> list[str]:
-    """Every problem of a config, one line each; empty when it can run. `world_size`: the number of ranks that
-    the run really has; None: not known."""
+def validate(config: Config, world_size: int | None = None) -> list[Problem]:
+    """Every problem of a config; empty when it can run. `world_size`: the number of ranks that the run really
+    has; None: not known."""
     problems = check_values(config)
     # sections with a wrong value, with which the checks below cannot calculate
-    wrong = {problem.split(".")[0] for problem in problems}
+    wrong = {problem.section for problem in problems}
+    problems += check_monitor(config)
+    if "precision" in wrong:  # so that bytes can be counted
+        config = replace(config, precision=PrecisionConfig())
     if not wrong & {"model", "parallel"}:
-        of_model = _check_model(config)
-        of_layers = unsound(config.model) or ([] if of_model else _check_tiling(config))
+        of_model = list(_check_model(config))
+        of_layers = unsound(config.model) or ([] if of_model else list(_check_tiling(config)))
         problems += [*of_model, *of_layers, *_check_parallel(config, world_size)]
         problems += _check_stages(config) if not of_layers and not (
             of_model and config.model.tile_linears is not None) else []
@@ -42,163 +47,151 @@ def validate(config: Config, world_size: int | None = None) -> list[str]:
     problems += _check_offload(config) if "offload" not in wrong else []
     problems += _check_precision(config) if "precision" not in wrong else []
     problems += _check_copies(config) if not wrong & {"checkpoint", "run"} else []
-    reason = refusal(Cell.of(config)) if not wrong & {"parallel", "zero", "precision"} else None
-    return [*problems, reason] if reason else problems
+    refused = refusal(Cell.of(config)) if not wrong & {"parallel", "zero", "precision"} else None
+    return [*problems, *([refused] if refused else [])]
 
 
-def _check_model(config: Config) -> list[str]:
-    model, tp, problems = config.model, config.parallel.tp, []
-    if model.own_layers:
-        return unused(config)
+def _check_model(config: Config) -> Iterator[Problem]:
+    model = config.model
+    yield from unused(config) if model.own_layers else _check_sizes(config)
+    with calling(model.family, "check()"):
+        for text in family_of(model.family).check(model, share_of(config).ranks):
+            yield Problem("model.family", text)
+
+
+def _check_sizes(config: Config) -> Iterator[Problem]:
+    model, tp = config.model, config.parallel.tp
     if model.hidden % model.heads and model.head_dim is None:
-        problems.append(f"model.hidden={model.hidden} is not divisible by model.heads={model.heads}; "
-                        "model.head_dim gives heads another size")
+        yield Problem.of("model.hidden", f"={model.hidden} is not divisible by model.heads={model.heads}; "
+                         "model.head_dim gives heads another size")
     elif model.position == "rotary" and model.head_size % 2:
         given = "model.hidden / model.heads" if model.head_dim is None else "model.head_dim"
-        problems.append(f"model.position=rotary needs an even head size; {given} = {model.head_size}")
-    problems += _check_scaling(model)
+        yield Problem.of("model.position", f"=rotary needs an even head size; {given} = {model.head_size}")
+    yield from _check_scaling(model)
     if model.heads % model.num_kv_heads:
-        problems.append(f"model.heads={model.heads} is not divisible by model.kv_heads={model.kv_heads}")
+        yield Problem.of("model.heads", f"={model.heads} is not divisible by model.kv_heads={model.kv_heads}")
     sizes = {"model.heads": model.heads, "model.kv_heads": model.num_kv_heads, "model.hidden": model.hidden,
-             "model.ffn_hidden": model.num_ffn_hidden, "the padded vocabulary": model.padded_vocab}
+             "model.ffn_hidden": model.num_ffn_hidden}
     for name, size in sizes.items():
         if size % tp and not (name == "model.kv_heads" and model.kv_heads is None):
-            fits = math.lcm(model.vocab_multiple, tp)
-            hint = f"; set model.vocab_multiple={fits}" if name == "the padded vocabulary" else ""
-            problems.append(f"{name}={size} is not divisible by parallel.tp={tp}{hint}")
+            yield Problem.of(name, f"={size} is not divisible by parallel.tp={tp}")
+    if model.padded_vocab % tp:
+        yield Problem("model.vocab_multiple", f"the padded vocabulary={model.padded_vocab} is not divisible "
+                      f"by parallel.tp={tp}; set model.vocab_multiple={math.lcm(model.vocab_multiple, tp)}")
     if config.parallel.sequence_parallel:
         if tp == 1:
-            problems.append("parallel.sequence_parallel=true needs parallel.tp > 1: tp splits the sequence")
+            yield Problem.of("parallel.sequence_parallel", "=true needs parallel.tp > 1: tp splits the "
+                             "sequence")
         elif model.seq_len % tp:
-            problems.append(f"parallel.sequence_parallel=true: model.seq_len={model.seq_len} is not "
-                            f"divisible by parallel.tp={tp}")
-    with calling(model.family, "check()"):
-        return problems + family_of(model.family).check(model, share_of(config).ranks)
+            yield Problem.of("parallel.sequence_parallel", f"=true: model.seq_len={model.seq_len} is not "
+                             f"divisible by parallel.tp={tp}")
 
 
-def _check_scaling(model: ModelConfig) -> list[str]:
+def _check_scaling(model: ModelConfig) -> Iterator[Problem]:
     if model.rope_scaling is None:
-        return []
-    asked = f"model.rope_scaling={[float(each) for each in model.rope_scaling]}"
+        return
+    given = f"={[float(each) for each in model.rope_scaling]}"
     if model.position != "rotary":
-        return [f"{asked} needs model.position=rotary, and it is {model.position}; leave it out"]
-    if len(model.rope_scaling) != 4:
-        return [f"{asked}: must be the four numbers of Llama 3's scaling: [factor, low_freq_factor, "
-                "high_freq_factor, tokens of the sequences before], such as [8, 1, 4, 8192]"]
-    factor, low, high, before = model.rope_scaling
-    if not (all(math.isfinite(each) for each in model.rope_scaling)
-            and factor > 0 and 0 < low < high and before > 0):
-        return [f"{asked}: factor, low_freq_factor and tokens must be above 0, and high_freq_factor above "
-                "low_freq_factor"]
-    return []
+        yield Problem.of("model.rope_scaling", f"{given} needs model.position=rotary, and it is "
+                         f"{model.position}; leave it out")
+    elif len(model.rope_scaling) != 4:
+        yield Problem.of("model.rope_scaling", f"{given}: must be the four numbers of Llama 3's scaling: "
+                         "[factor, low_freq_factor, high_freq_factor, tokens of the sequences before], such "
+                         "as [8, 1, 4, 8192]")
+    else:
+        factor, low, high, before = model.rope_scaling
+        if not (all(map(math.isfinite, model.rope_scaling))
+                and factor > 0 and 0 < low < high and before > 0):
+            yield Problem.of("model.rope_scaling", f"{given}: factor, low_freq_factor and tokens must be "
+                             "above 0, and high_freq_factor above low_freq_factor")
 
 
-def _check_tiling(config: Config) -> list[str]:
+def _check_tiling(config: Config) -> Iterator[Problem]:
     asked, per_unit = config.model.tile_linears, config.parallel.layers_per_unit
     if asked is None:
-        return []
+        return
     if per_unit > 1:
-        return [f"model.tile_linears={asked} with parallel.layers_per_unit={per_unit}: one makes units "
-                "smaller, the other larger; leave one of the two out"]
+        yield Problem.of("model.tile_linears", f"={asked} with parallel.layers_per_unit={per_unit}: one "
+                         "makes units smaller, the other larger; leave one of the two out")
+        return
     try:
         cut_layers(config)
     except InputError as error:
-        text = str(error)
-        return [text if text.startswith("model.") else f"model.tile_linears: {text}"]
-    return []
+        yield Problem("model.tile_linears", str(error))
 
 
-def _check_parallel(config: Config, world_size: int | None) -> list[str]:
-    if world_size in (None, config.world_size):
-        return _check_schedule_shape(config)
-    others = {axis: size for axis, size in reversed(config.axis_sizes.items()) if axis != "dp"}
-    least, sizes = math.prod(others.values()), "".join(f" x {axis}={size}" for axis, size in others.items())
-    fits = (f", which {' x '.join(others)} = {least} does not divide" if world_size % least else
-            f": set parallel.dp={world_size // least}, or auto")
-    return [f"parallel.dp={config.dp}{sizes} = {config.world_size} processes, but the world size is "
-            f"{world_size}{fits}", *_check_schedule_shape(config)]
+def _check_parallel(config: Config, world_size: int | None) -> Iterator[Problem]:
+    if world_size not in (None, config.world_size):
+        others = {axis: size for axis, size in reversed(config.axis_sizes.items()) if axis != "dp"}
+        least = math.prod(others.values())
+        sizes = "".join(f" x {axis}={size}" for axis, size in others.items())
+        fits = (f", which {' x '.join(others)} = {least} does not divide" if world_size % least else
+                f": set parallel.dp={world_size // least}, or auto")
+        yield Problem.of("parallel.dp", f"={config.dp}{sizes} = {config.world_size} processes, but the world "
+                         f"size is {world_size}{fits}")
+    yield from _check_schedule_shape(config)
 
 
-def _check_stages(config: Config) -> list[str]:
+def _check_stages(config: Config) -> Iterator[Problem]:
     """Each stage has a unit, and no stage begins in the middle of a layer's tiles."""
-    parallel, problems, runs = config.parallel, [], stage_runs(config)
+    parallel, runs = config.parallel, stage_runs(config)
     units = sum(runs)
     if config.num_stages > len(runs):
         parts = "" if config.model.own_layers else f" (embedding, {len(runs) - 2} of blocks, head)"
         what = f"layers{parts}, whose {units} tiles" if units > len(runs) else f"units{parts}"
-        problems.append(f"parallel.pp={parallel.pp} makes {config.num_stages} stages, more than the model's "
-                        f"{len(runs)} {what}{' stay on one stage each' if units > len(runs) else ''}")
+        yield Problem.of("parallel.pp", f"={parallel.pp} makes {config.num_stages} stages, more than the "
+                         f"model's {len(runs)} "
+                         f"{what}{' stay on one stage each' if units > len(runs) else ''}")
     if parallel.stage_units is not None:
         listed = list(parallel.stage_units)
         if len(listed) != config.num_stages:
-            problems.append(f"parallel.stage_units={listed} has {len(listed)} stages, but there are "
-                            f"{config.num_stages}")
+            yield Problem.of("parallel.stage_units", f"={listed} has {len(listed)} stages, but there are "
+                             f"{config.num_stages}")
         elif sum(listed) != units or min(listed) < 1:
-            problems.append(f"parallel.stage_units={listed} must be positive and add up to the model's "
-                            f"{units} units")
+            yield Problem.of("parallel.stage_units", f"={listed} must be positive and add up to the model's "
+                             f"{units} units")
         elif not set(accumulate(listed)) <= (ends := set(accumulate(runs))):
             cut = min(set(accumulate(listed)) - ends)
             near = max(end for end in ends | {0} if end < cut), min(end for end in ends if end > cut)
-            problems.append(f"parallel.stage_units={listed} parts the tiles of a layer, units {near[0]} to "
-                            f"{near[1] - 1}, which must be on one stage: end a stage after {near[0]} or "
-                            f"{near[1]} units, not after {cut}")
-    return problems
+            yield Problem.of("parallel.stage_units", f"={listed} parts the tiles of a layer, units {near[0]} "
+                             f"to {near[1] - 1}, which must be on one stage: end a stage after {near[0]} or "
+                             f"{near[1]} units, not after {cut}")
 
 
-def _check_schedule_shape(config: Config) -> list[str]:
-    parallel, problems = config.parallel, []
+def _check_schedule_shape(config: Config) -> Iterator[Problem]:
+    parallel = config.parallel
     name, virtual = parallel.schedule, parallel.virtual_stages
     schedule = SCHEDULES.get(name)
     if schedule and schedule.virtual is None and (virtual or 1) < 2:
-        problems.append(f"parallel.schedule={name} needs parallel.virtual_stages of at least 2: with one "
-                        f"stage a rank it would be {schedule.alone}")
+        yield Problem.of("parallel.schedule", f"={name} needs parallel.virtual_stages of at least 2: with "
+                         f"one stage a rank it would be {schedule.alone}")
     elif schedule and schedule.virtual and virtual not in (None, schedule.virtual):
         stages = {1: "one stage", 2: "two stages"}.get(schedule.virtual, f"{schedule.virtual} stages")
         others = " and ".join(other for other, row in SCHEDULES.items() if row.virtual is None)
         more = f"; {others} have more" if schedule.virtual == 1 else ""
-        problems.append(f"parallel.schedule={name} has {stages} a rank, not "
-                        f"parallel.virtual_stages={virtual}{more}")
+        yield Problem.of("parallel.schedule", f"={name} has {stages} a rank, not "
+                         f"parallel.virtual_stages={virtual}{more}")
     if name == "auto" and virtual not in (None, 1, 2):
-        problems.append("parallel.schedule=auto searches 1 or 2 stages a rank, not "
-                        f"parallel.virtual_stages={virtual}")
-    if parallel.activation_limit is not None:
-        try:
-            parse_limit(parallel.activation_limit)
-        except InputError as error:
-            problems.append(f"parallel.activation_limit: {error}")
-    return problems
+        yield Problem.of("parallel.schedule", "=auto searches 1 or 2 stages a rank, not "
+                         f"parallel.virtual_stages={virtual}")
 
 
-def parse_limit(text: str) -> tuple[float | None, int | None]:
-    """'2x' -> (2.0, None): times 1F1B's peak. '30GiB' -> (None, bytes)."""
-    if text.endswith("x"):
-        try:
-            times = float(text[:-1])
-        except ValueError:
-            times = -1.0
-        if not 0 < times < math.inf:
-            raise InputError(f"'{text}' is not a multiple of 1F1B's peak; write for example 1x or 1.5x")
-        return times, None
-    return None, parse_bytes(text)
-
-
-def _check_zero(config: Config) -> list[str]:
+def _check_zero(config: Config) -> Iterator[Problem]:
     """Settings that have no effect at the ZeRO stage, and wrong values."""
-    zero, problems = config.zero, []
+    zero = config.zero
     for key, least in (("reduce_every", 2), ("residency", 3), ("prefetch", 3), ("persist_below", 3)):
         value = getattr(zero, key)
         if value is not None and zero.stage < least:
-            problems.append(f"zero.{key}={value} needs zero.stage of at least {least}, and it is "
-                            f"{zero.stage}: below, {_WHOLE[key]}; leave it out")
+            yield Problem.of(f"zero.{key}", f"={value} needs zero.stage of at least {least}, and it is "
+                             f"{zero.stage}: below, {_WHOLE[key]}; leave it out")
     for key, words in (("reduce_every", ("step",)), ("residency", ("stage", "step"))):
         value = getattr(zero, key)
         if value is not None and value not in words and not (isinstance(value, int) and value >= 1):
-            problems.append(f"zero.{key}={value}: must be a whole number of at least 1, or "
-                            f"{' or '.join(words)}")
+            yield Problem.of(f"zero.{key}", f"={value}: must be a whole number of at least 1, or "
+                             f"{' or '.join(words)}")
     if zero.shard_size is not None and config.dp % zero.shard_size:
-        problems.append(f"zero.shard_size={zero.shard_size} does not divide parallel.dp={config.dp}: each "
-                        "group shares one copy, and all groups are of one size")
-    return problems
+        yield Problem.of("zero.shard_size", f"={zero.shard_size} does not divide parallel.dp={config.dp}: "
+                         "each group shares one copy, and all groups are of one size")
 
 
 _WHOLE = {
@@ -208,116 +201,102 @@ _WHOLE = {
 }
 
 
-def _check_activation(config: Config) -> list[str]:
+def _check_activation(config: Config) -> Iterator[Problem]:
     """Settings that have no effect with the activation policy, and wrong values."""
-    activation, problems = config.activation, []
+    activation = config.activation
     policy = activation.policy
     for key, policies in (("every", ("full",)), ("pieces", ("selective",)), ("budget", ("budget",)),
                           ("partition", ("full", "budget")), ("offload", ("full", "budget")),
                           ("contiguous", ("full", "budget"))):
         value = getattr(activation, key)
         if value not in (None, False, "none") and policy not in policies:
-            problems.append(f"activation.{key}={value} needs activation.policy={' or '.join(policies)}, and "
-                            f"it is {policy}: {_KEPT if len(policies) > 1 else 'leave it out'}")
+            yield Problem.of(f"activation.{key}", f"={value} needs "
+                             f"activation.policy={' or '.join(policies)}, and it is {policy}: "
+                             f"{_KEPT if len(policies) > 1 else 'leave it out'}")
     if activation.budget is None and policy == "budget":
-        problems.append("activation.policy=budget needs activation.budget, the most bytes of activations "
-                        "that a rank may keep, such as 8GiB")
+        yield Problem.of("activation.policy", "=budget needs activation.budget, the most bytes of "
+                         "activations that a rank may keep, such as 8GiB")
     elif activation.budget is not None:
         try:
             parse_bytes(activation.budget)
         except InputError as error:
-            problems.append(f"activation.budget: {error}")
+            yield Problem.of("activation.budget", f": {error}")
     strange = [piece for piece in activation.pieces or () if piece not in PIECES]
     if strange or activation.pieces == []:
-        problems.append(f"activation.pieces={list(activation.pieces or ())}: must be some of "
-                        f"{', '.join(PIECES)}")
-    return problems
+        yield Problem.of("activation.pieces", f"={list(activation.pieces or ())}: must be some of "
+                         f"{', '.join(PIECES)}")
 
 
-def _check_offload(config: Config) -> list[str]:
-    offload, problems = config.offload, []
-    if not 0 < offload.ratio <= 1:
-        problems.append(f"offload.ratio={offload.ratio}: must be above 0 and at most 1; "
-                        "offload.optimizer=none offloads nothing")
-    elif offload.ratio < 1 and offload.optimizer == "none":
-        problems.append(f"offload.ratio={offload.ratio} needs offload.optimizer=cpu or nvme: it is a share "
-                        "of what is offloaded")
+def _check_offload(config: Config) -> Iterator[Problem]:
+    offload = config.offload
+    if offload.ratio < 1 and offload.optimizer == "none":
+        yield Problem.of("offload.ratio", f"={offload.ratio} needs offload.optimizer=cpu or nvme: it is a "
+                         "share of what is offloaded")
     if offload.warmup < 0 or (offload.warmup and not offload.delayed_update):
-        problems.append(f"offload.warmup={offload.warmup}: must be steps before the first that "
-                        "offload.delayed_update delays")
+        yield Problem.of("offload.warmup", f"={offload.warmup}: must be steps before the first that "
+                         "offload.delayed_update delays")
     if offload.delayed_update and offload.optimizer == "none":
-        problems.append("offload.delayed_update=true needs offload.optimizer=cpu or nvme: what the device "
-                        "steps takes its turn anyway, so there is nothing to hide")
+        yield Problem.of("offload.delayed_update", "=true needs offload.optimizer=cpu or nvme: what the "
+                         "device steps takes its turn anyway, so there is nothing to hide")
     elif offload.delayed_update and offload.ratio < 1:
-        problems.append(f"offload.delayed_update=true with offload.ratio={offload.ratio}: some weights would "
-                        "be an update behind and others not; set offload.ratio=1")
+        yield Problem.of("offload.delayed_update", f"=true with offload.ratio={offload.ratio}: some weights "
+                         "would be an update behind and others not; set offload.ratio=1")
     if offload.delayed_update and offload.parameters != "none":
-        problems.append(f"offload.delayed_update=true with offload.parameters={offload.parameters}: the host "
-                        "would step weights that the step still reads there; set offload.parameters=none (a "
-                        "second copy there would lift this)")
+        yield Problem.of("offload.delayed_update", f"=true with offload.parameters={offload.parameters}: the "
+                         "host would step weights that the step still reads there; set "
+                         "offload.parameters=none (a second copy there would lift this)")
     if offload.optimizer != "none" and config.precision.master == "none":
-        problems.append(f"offload.optimizer={offload.optimizer} with precision.master=none: the host steps "
-                        "fp32 weights of its own; leave one of the two out")
+        yield Problem.of("offload.optimizer", f"={offload.optimizer} with precision.master=none: the host "
+                         "steps fp32 weights of its own; leave one of the two out")
     if "nvme" in (offload.optimizer, offload.parameters):
         if not offload.nvme_path:
-            problems.append("offload to nvme needs offload.nvme_path, a folder on a fast disk of each "
-                            "machine")
+            yield Problem("offload.nvme_path", "offload to nvme needs offload.nvme_path, a folder on a fast "
+                          "disk of each machine")
     elif offload.nvme_path is not None:
-        problems.append(f"offload.nvme_path={offload.nvme_path} needs offload.optimizer or "
-                        "offload.parameters to be nvme")
-    return problems
+        yield Problem.of("offload.nvme_path", f"={offload.nvme_path} needs offload.optimizer or "
+                         "offload.parameters to be nvme")
 
 
-def _check_copies(config: Config) -> list[str]:
+def _check_copies(config: Config) -> Iterator[Problem]:
     """Addresses of copies that cannot be used, and settings of copies without an address."""
-    checkpoint, problems = config.checkpoint, []
+    checkpoint = config.checkpoint
     places = {"checkpoint.copy_to": checkpoint.copy_to}
     if is_store(config.train.resume):
         places["train.resume"] = config.train.resume
     for key, address in places.items():
         if address is not None and (problem := address_problem(address)) is not None:
-            problems.append(f"{key}={address}: {problem}")
+            yield Problem.of(key, f"={address}: {problem}")
     if checkpoint.copy_to is None:
-        problems += [f"checkpoint.{key}={getattr(checkpoint, key)} needs checkpoint.copy_to, where copies go"
-                     for key in ("copy_keep", "copy_wait_s")
-                     if getattr(checkpoint, key) != getattr(CheckpointConfig(), key)]
+        for key in ("copy_keep", "copy_wait_s"):
+            if (value := getattr(checkpoint, key)) != getattr(CheckpointConfig(), key):
+                yield Problem.of(f"checkpoint.{key}", f"={value} needs checkpoint.copy_to, where copies go")
     elif (folder := local_path(checkpoint.copy_to)) is not None:
         if folder.expanduser().resolve() == (Path(config.run.dir) / "checkpoints").resolve():
-            problems.append(f"checkpoint.copy_to={checkpoint.copy_to} is the folder of run.dir's "
-                            "checkpoints: copies would replace what they are made from; give another folder")
-    return problems
+            yield Problem.of("checkpoint.copy_to", f"={checkpoint.copy_to} is the folder of run.dir's "
+                             "checkpoints: copies would replace what they are made from; give another folder")
 
 
-PIECES = ("attention", "norm", "mlp_act")
 _KEPT = "only a unit that is recomputed has a kept input"
 
 
-def _check_precision(config: Config) -> list[str]:
-    precision, problems = config.precision, []
+def _check_precision(config: Config) -> Iterator[Problem]:
+    precision = config.precision
     for key in ("grad_dtype", "reduce_dtype"):
         value = getattr(precision, key)
         if value not in ("fp32", precision.dtype):
-            problems.append(f"precision.{key}={value}: must be fp32, or what precision.dtype is "
-                            f"({precision.dtype})")
+            yield Problem.of(f"precision.{key}", f"={value}: must be fp32, or what precision.dtype is "
+                             f"({precision.dtype})")
     if precision.dtype == "fp32" and precision.master == "none":
-        problems.append("precision.master=none: fp32 weights have no other copy to leave out; it is for bf16 "
-                        "and fp16")
-    scale = precision.loss_scale
-    try:
-        scale_ok = scale in (None, "dynamic") or 0 < float(scale) < math.inf  # pyright: ignore[reportArgumentType]
-    except ValueError:
-        scale_ok = False
-    if not scale_ok:
-        problems.append(f"precision.loss_scale={scale}: must be dynamic or a number above 0")
-    if scale_ok and config.loss_scale is not None:
-        problems += [f"precision.{key}={getattr(precision, key)} is for a dynamic loss scale, and here it is "
-                     f"{config.loss_scale:g}; leave it out, or set precision.loss_scale=dynamic"
-                     for key in ("initial_loss_scale", "loss_scale_window", "hysteresis", "min_loss_scale")
-                     if getattr(precision, key) != getattr(PrecisionConfig(), key)]
+        yield Problem.of("precision.master", "=none: fp32 weights have no other copy to leave out; it is for "
+                         "bf16 and fp16")
+    if config.loss_scale is not None:
+        for key in ("initial_loss_scale", "loss_scale_window", "hysteresis", "min_loss_scale"):
+            if (value := getattr(precision, key)) != getattr(PrecisionConfig(), key):
+                yield Problem.of(f"precision.{key}", f"={value} is for a dynamic loss scale, and here it is "
+                                 f"{config.loss_scale:g}; leave it out, or set precision.loss_scale=dynamic")
     if precision.min_loss_scale > precision.initial_loss_scale:
-        problems.append(f"precision.min_loss_scale={precision.min_loss_scale} is above "
-                        f"precision.initial_loss_scale={precision.initial_loss_scale}")
-    return problems
+        yield Problem.of("precision.min_loss_scale", f"={precision.min_loss_scale} is above "
+                         f"precision.initial_loss_scale={precision.initial_loss_scale}")
 
 
 @remembered(model_key)
@@ -327,31 +306,28 @@ def stage_runs(config: Config) -> list[int]:
     return together([layers[first:stop] for first, stop in runs])
 
 
-def _check_batch(config: Config) -> list[str]:
+def _check_batch(config: Config) -> Iterator[Problem]:
     train = config.train
-    problems = []
     if train.global_batch_size % (train.micro_batch_size * config.dp):
-        problems.append(f"train.global_batch_size={train.global_batch_size} is not divisible by "
-                        f"train.micro_batch_size={train.micro_batch_size} x parallel.dp={config.dp}")
+        yield Problem.of("train.global_batch_size", f"={train.global_batch_size} is not divisible by "
+                         f"train.micro_batch_size={train.micro_batch_size} x parallel.dp={config.dp}")
     if train.eval_every and not config.data.validation_fraction:
-        problems.append(f"train.eval_every={train.eval_every} needs data.validation_fraction > 0: nothing is "
-                        "held out")
+        yield Problem.of("train.eval_every", f"={train.eval_every} needs data.validation_fraction > 0: "
+                         "nothing is held out")
     if train.sample_every and not train.sample_prompts:
-        problems.append(f"train.sample_every={train.sample_every} needs train.sample_prompts, the beginnings "
-                        "of the texts that the model writes")
-    return problems
+        yield Problem.of("train.sample_every", f"={train.sample_every} needs train.sample_prompts, the "
+                         "beginnings of the texts that the model writes")
 
 
-def _check_schedule(config: Config) -> list[str]:
-    train, problems = config.train, []
+def _check_schedule(config: Config) -> Iterator[Problem]:
+    train = config.train
     decay = config.optimizer.decay_steps or train.steps
     if config.optimizer.schedule == "wsd" and (config.optimizer.wsd_decay_steps or 0) > decay:
-        problems.append(f"optimizer.wsd_decay_steps={config.optimizer.wsd_decay_steps} is longer than "
-                        f"optimizer.decay_steps={decay}")
+        yield Problem.of("optimizer.wsd_decay_steps", f"={config.optimizer.wsd_decay_steps} is longer than "
+                         f"optimizer.decay_steps={decay}")
     if config.optimizer.min_lr > config.optimizer.lr:
-        problems.append(f"optimizer.min_lr={config.optimizer.min_lr} is above "
-                        f"optimizer.lr={config.optimizer.lr}")
-    return problems
+        yield Problem.of("optimizer.min_lr", f"={config.optimizer.min_lr} is above "
+                         f"optimizer.lr={config.optimizer.lr}")
 
 
 def warnings(config: Config) -> list[str]:

@@ -7,6 +7,7 @@ results it uses, and for those that still use the memory into which it writes (`
 of the store when another rank has failed. `heartbeat` sees that another machine is off or that a neighbour
 was killed. By `shared` every host proves that it sees the shared files. `verify` computes a step twice;
 `diagnose` looks for the first number that is not finite; both ask `inspect` what each instruction computed.
-`graphs` records and replays CUDA graphs between the handlers and torch. `clock`, `gpu` and `device` are of
-the accelerator. `loopback` runs all ranks of a mesh on threads of one process.
+`graphs` records and replays CUDA graphs between the handlers and torch. `gpu` sees that each rank has an
+accelerator of its own, `device` what attention and compilers can do there. `loopback` runs all ranks of a
+mesh on threads of one process.
 """

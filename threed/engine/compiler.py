@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from threed.devices import device_of
 from threed.schema import Config
 from threed.tensor.fused import Fused, in_short
 
@@ -21,8 +22,8 @@ THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
 def lacks(device: torch.device) -> str:
     """What keeps pieces from being compiled for a device here, in words for "... is missing" or the
     compiler's own error; "" where a small piece was compiled and ran."""
-    gpu = device.type == "cuda"
-    if gpu and find_spec("triton") is None:
+    triton = device_of(device).triton
+    if triton and find_spec("triton") is None:
         return "the package triton is missing"
     _one_thread()
     try:
@@ -33,21 +34,22 @@ def lacks(device: torch.device) -> str:
                                torch.zeros(1, 1, dtype=torch.int64, device=device), 16)
         return ""
     except Exception as error:  # of a compiler, which may raise anything
-        return _missing(gpu) or f"a small piece was not compiled: {in_short(error)}"
+        return _missing(triton) or f"a small piece was not compiled: {in_short(error)}"
 
 
 def uncompiled(config: Config, device: torch.device) -> list[str]:
-    """What the log of a run says where model.fused=auto does without a compiler; nothing on a CPU."""
-    if config.model.fused != "auto" or config.model.own_layers or device.type != "cuda":
+    """What the log of a run says where model.fused=auto does without a compiler; nothing where it compiles
+    nothing anyway."""
+    if config.model.fused != "auto" or config.model.own_layers or not device_of(device).triton:
         return []
     return [f"model.fused=auto compiles nothing here, so a step takes longer: {why}"
             ] if (why := lacks(device)) else []
 
 
-def _missing(gpu: bool) -> str:
+def _missing(triton: bool) -> str:
     """What a compiler needs and cannot find; "" where it has all that is known. triton is Python, and
     compiles C that calls Python; so does torch's compiler for CPUs, in C++."""
-    variable, usual = ("CC", ("gcc", "clang")) if gpu else ("CXX", ("g++",))
+    variable, usual = ("CC", ("gcc", "clang")) if triton else ("CXX", ("g++",))
     named = os.environ.get(variable)
     if not any(map(shutil.which, [named] if named else usual)):
         return f"{named} (which {variable} names) is missing" if named else f"{' or '.join(usual)} is missing"

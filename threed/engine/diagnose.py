@@ -24,7 +24,7 @@ def find_nonfinite(engine: Engine, batch: Callable[[int], Batch]) -> str:
     table = engine.plan.table
     findings: list[Finding] = []
     for unit, state in engine.states.items():
-        if not bool(torch.isfinite(state.weights).all()):
+        if not bool(torch.isfinite(state.optimizer_state.master).all()):
             name = table.parameters[unit].name
             findings.append(Finding(-1, unit, 0, f"the weights of p{unit} ({name}) on {me(engine)} were not "
                                                  "finite before the step"))

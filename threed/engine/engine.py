@@ -17,7 +17,7 @@ import torch
 from threed.base.errors import RunError, ThreedError, line_of
 from threed.comm.group import Comm
 from threed.comm.lanes import Handle, so_far
-from threed.engine.clock import make_clock
+from threed.devices import device_of
 from threed.engine.device import attention, compiles
 from threed.engine.graphs import GraphRun
 from threed.engine.underway import UnderWay
@@ -25,17 +25,18 @@ from threed.features.activation.run import ActivationRun
 from threed.features.offload.run import OffloadRun
 from threed.features.pipeline.run import PipelineRun, built
 from threed.features.zero.run import Clipped, ZeroRun
-from threed.features.zero.states import make_states, places
 from threed.features.zero.storage import Storage
+from threed.features.zero.units import make_states, places
 from threed.planner import layouts
-from threed.program.buffers import buffers
+from threed.program.analysis import Analysis
 from threed.program.check import describe
 from threed.program.effects import effects
 from threed.program.graphs import graphs
 from threed.program.instruction import COMPUTE, MESSAGES, Instruction, Slot
-from threed.program.order import Order
+from threed.program.names import GENERATE, SNAPSHOT, VERIFY, WAITING
+from threed.program.plan import Plan
+from threed.program.seam import seam_of
 from threed.program.slots import Slots
-from threed.program.table import GENERATE, SNAPSHOT, VERIFY, WAITING, Plan
 from threed.program.trace import Trace
 from threed.schema import Config
 from threed.tensor.context import Batch, Context
@@ -46,22 +47,25 @@ from threed.tensor.saving import SavingPolicy
 
 
 class Engine:
-    def __init__(self, config: Config, plan: Plan, comm: Comm, draw: Draw = draw):
-        """`draw`: how initial values come into the weights."""
+    def __init__(self, config: Config, plan: Plan, comm: Comm, draw: Draw = draw,
+                 analysis: Analysis | None = None):
+        """`draw`: how initial values come into the weights. `analysis`: of the plan, where there is one."""
         self.config, self.plan, self.comm = config, plan, comm
         table, position = plan.table, comm.here.position
         self.position = position
         weight_grads = WeightGrads()
-        shared = buffers(plan, position)
+        self.analysis = analysis = analysis or Analysis(plan)
+        shared = analysis.buffers(position)
         self.storage = Storage.make(config, table, shared, comm, weight_grads)
         self.states = make_states(config, comm, layouts(config), self.storage, draw)
         self.zero = ZeroRun(config, comm, table, self.states, shared)
-        parameters = {name: p for state in self.states.values() for name, p in state.parameters.items()}
+        parameters = {name: p for state in self.states.values()
+                      for name, p in state.weights.parameters.items()}
         dtype = self.zero.precision.compute
         self.saving = SavingPolicy(config.pieces)
         activation = ActivationRun(comm, table, shared, dtype)
         offload = OffloadRun(comm, table, shared, dtype, self.states)
-        self.graphs = GraphRun(graphs(plan, position).turns, self.states, weight_grads,
+        self.graphs = GraphRun(graphs(analysis, position).turns, self.states, weight_grads,
                                comm.device) if config.run.cuda_graphs else None
         groups = self.graphs.groups(comm.groups) if self.graphs is not None else comm.groups
         context = Context(config.model, groups, config.parallel.sequence_parallel, dtype,
@@ -76,9 +80,8 @@ class Engine:
             self.pipeline.runner = self.graphs
         self.handlers = {**self.pipeline.handlers, **self.zero.handlers, **activation.handlers,
                          **offload.handlers}
-        self.orders = {name: Order.of(program[position], table, position, name, shared)
-                       for name, program in plan.programs.items()}
-        self.clock = make_clock(comm.device)
+        self.orders = {name: analysis.order(name, position) for name in plan.programs}
+        self.clock = device_of(comm.device).clock()
         self._ended: list[Any] = []  # marks of the program under way: the end of each instruction
         self._under: UnderWay | None = None
         # slot -> the copy for a checkpoint that is under way: the next STEP waits for it
@@ -113,7 +116,7 @@ class Engine:
         for slot in self.slots.alive():  # sorted by unit: the tiles of a head are in the order of their ids
             if slot.kind == "logits":
                 parts.setdefault(slot.microbatch, []).append(self.slots.get(slot))
-        self.slots.keep(table.seam(self.position, GENERATE))
+        self.slots.keep(seam_of(table, self.position, GENERATE))
         return {microbatch: torch.cat(tiles, -1) for microbatch, tiles in parts.items()}
 
     def run(self, name: str, batch: Callable[[int], Batch]) -> tuple[Clipped, Trace]:
@@ -126,7 +129,7 @@ class Engine:
         slots that are alive."""
         program, order = self.plan.programs[name][self.position], self.orders[name]
         slots, handlers, mark = self.slots, self.handlers, self.clock.mark
-        slots.keep(self.plan.table.seam(self.position, name))
+        slots.keep(seam_of(self.plan.table, self.position, name))
         self.storage.rewind()
         if self.graphs is not None:
             self.graphs.begin(name)
@@ -164,7 +167,7 @@ class Engine:
             raise
         except Exception as error:
             # What a GPU has met is raised at a later instruction of the host.
-            raised = "CUDA error" not in str(error)
+            raised = not device_of(self.comm.device).has_failed(error)
             raise RunError(f"{self.where(raised)}\n  {self._unit()}{type(error).__name__}: {error}"
                            f"{line_of(error)}") from error
         finally:
@@ -220,7 +223,7 @@ class Engine:
         awaited = self._awaited(name, index, raised)
         waiting = f"for {time.monotonic() - since:.1f} s at '{instruction}'{awaited}"
         alive = [str(slot) for slot in self.slots.alive()
-                 if slot not in self.plan.table.seam(self.position, name)]
+                 if slot not in seam_of(self.plan.table, self.position, name)]
         shown = ", ".join(alive[:12]) + (f" and {len(alive) - 12} more" if len(alive) > 12 else "")
         place = describe(name, programs, self.position, index, "here")
         return f"{me} {waiting}\n{place}\n  alive: {shown or 'nothing'}"

@@ -7,12 +7,12 @@ import os
 import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from threed.base.errors import InputError
 from threed.comm.group import Comm
+from threed.devices import device_of, kind_of
 
 SYSFS = Path("/sys")
 GROUPS = Path("/proc/self/cgroup")
@@ -22,7 +22,7 @@ THREADS = Path("/proc/self/task")  # of this process, by number
 def hosts(comm: Comm) -> list[str]:
     """The name of each rank's host. InputError where two ranks have the same GPU, or some ranks have a GPU
     and others have none: NCCL would say of the first "duplicate GPU", and would wait for the second."""
-    devices = comm.exchange((comm.device.type, _uuid(comm.device), socket.gethostname()))
+    devices = comm.exchange((comm.device.type, device_of(comm.device).uuid(), socket.gethostname()))
     if wrong := clash(devices):
         raise InputError(wrong)
     return [host for _, _, host in devices]
@@ -32,23 +32,19 @@ def clash(devices: Sequence[tuple[str, str, str]]) -> str:
     """What is wrong with the devices of all ranks, given as (type, UUID, host) by rank; "" if nothing is."""
     kinds = [kind for kind, _, _ in devices]
     if len(set(kinds)) > 1:
-        without, having = kinds.index("cpu"), kinds.index("cuda")
+        having = next(rank for rank, kind in enumerate(kinds) if kind != "cpu")
+        without, known = kinds.index("cpu"), kind_of(kinds[having])
         return (f"rank {without} on {devices[without][2]} sees no GPU, and rank {having} on "
-                f"{devices[having][2]} has one: see there whether nvidia-smi lists GPUs, and what "
-                "CUDA_VISIBLE_DEVICES says; run.device=cpu uses none")
+                f"{devices[having][2]} has one: see there whether {known.lister} lists GPUs, and what "
+                f"{known.visible} says; run.device=cpu uses none")
     first: dict[str, int] = {}
-    for rank, (_, uuid, host) in enumerate(devices):
+    for rank, (kind, uuid, host) in enumerate(devices):
         other = first.setdefault(uuid, rank) if uuid else rank
         if other != rank:
             return (f"ranks {other} and {rank} have the same GPU, {uuid} on {host}: give each a GPU of its "
-                    "own (by CUDA_VISIBLE_DEVICES, or Slurm's --gpus-per-task=1), or start as many ranks a "
-                    "machine as it has GPUs")
+                    f"own (by {kind_of(kind).visible}, or Slurm's --gpus-per-task=1), or start as many ranks "
+                    "a machine as it has GPUs")
     return ""
-
-
-def _uuid(device: torch.device) -> str:
-    """A GPU's own number in the world; "" of a CPU."""
-    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
 # ---------------------------------------------------------------- processors beside a GPU
@@ -62,16 +58,16 @@ def stay_beside(device: torch.device, sysfs: Path = SYSFS) -> None:
     It does nothing where somebody has bound the process (numactl, srun --cpu-bind), where all its processors
     are on one node, or where the kernel does not say (a virtual machine without NUMA).
     """
-    if device.type != "cuda":
+    if not (bus := (gpu := device_of(device)).bus()):
         return
     allowed = os.sched_getaffinity(0)
-    cpus = beside(_bus(device.index), allowed, sysfs)
+    cpus = beside(bus, allowed, sysfs)
     if cpus is None:
         return
     for thread in map(int, os.listdir(THREADS)):  # a thread that starts later runs where its maker does
         os.sched_setaffinity(thread, cpus)
     if "OMP_NUM_THREADS" not in os.environ:
-        sharing = sum(beside(_bus(each), allowed, sysfs) == cpus for each in range(torch.cuda.device_count()))
+        sharing = sum(beside(gpu.bus(each), allowed, sysfs) == cpus for each in range(gpu.count()))
         torch.set_num_threads(max(1, min(torch.get_num_threads(), len(cpus) // max(1, sharing))))
 
 
@@ -119,13 +115,4 @@ def _read(path: Path) -> str:
     try:
         return path.read_text().strip()
     except OSError:
-        return ""
-
-
-def _bus(index: int) -> str:
-    """The bus address of a GPU; "" where this torch does not say."""
-    gpu: Any = torch.cuda.get_device_properties(index)
-    try:
-        return f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
-    except AttributeError:
         return ""

@@ -15,117 +15,26 @@ been recorded there is there again.
 
 from __future__ import annotations
 
-import gc
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from threed.base.errors import InputError, RunError
+from threed.base.errors import RunError
 from threed.comm.group import Group
 from threed.comm.lanes import Handle
-from threed.features.zero.state import UnitState
+from threed.devices import device_of
+from threed.devices.device import GraphPiece, Recorder
+from threed.features.zero.gradient import Gradient
+from threed.features.zero.units import UnitState
 from threed.program.graphs import PROGRAM, GraphKey, Turn
 from threed.tensor.context import Batch
 from threed.tensor.layers import WeightGrads
 
 Tensors = Sequence[torch.Tensor | None]
 WARM_STEPS = 1  # steps without graphs: libraries load, and pieces are compiled
-
-
-class GraphPiece(Protocol):
-    """One CUDA graph."""
-
-    empty: bool  # whether nothing was recorded, as between two collectives
-
-    def begin(self) -> None: ...
-    def end(self) -> None: ...
-    def replay(self) -> None: ...
-
-
-class Recorder(Protocol):
-    """Makes the graphs of a rank."""
-
-    def ready(self) -> None:
-        """Prepare for the first graph."""
-        ...
-
-    def pool(self) -> Any:
-        """A set's memory."""
-        ...
-
-    def piece_of(self, pool: Any) -> GraphPiece:
-        """A graph of which all that it makes goes to this memory."""
-        ...
-
-    def fixed(self, like: torch.Tensor) -> torch.Tensor:
-        """Memory outside of all sets, which graphs may read."""
-        ...
-
-    def fill(self, empty: torch.Tensor, value: torch.Tensor) -> None:
-        """Give a tensor, made while a graph is recorded, the value that it will have."""
-        ...
-
-
-class CudaPiece:
-    def __init__(self, pool: Any):
-        self._pool, self._graph = pool, torch.cuda.CUDAGraph()
-        self.empty = False
-
-    def begin(self) -> None:
-        # relaxed: autograd's thread may end what this one has begun, and the threads of lanes go on
-        self._graph.capture_begin(pool=self._pool, capture_error_mode="relaxed")
-
-    def end(self) -> None:
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            self._graph.capture_end()
-        self.empty = any("CUDA Graph is empty" in str(each.message) for each in said)
-
-    def replay(self) -> None:
-        self._graph.replay()
-
-
-class CudaRecorder:
-    def __init__(self) -> None:
-        # The default stream cannot be recorded: all computation of this rank goes to another. (Streams are
-        # taken in turn from few: those of lanes and NCCL are others, because they have another priority.)
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        torch.cuda.set_stream(stream)
-
-    def ready(self) -> None:
-        """Give back the memory of the steps without graphs: the allocator does not hand it to graphs, nor
-        gives it back while it records."""
-        gc.collect()
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-
-    def pool(self) -> Any:
-        return torch.cuda.graph_pool_handle()
-
-    def piece_of(self, pool: Any) -> CudaPiece:
-        return CudaPiece(pool)
-
-    def fixed(self, like: torch.Tensor) -> torch.Tensor:
-        return torch.empty_like(like)
-
-    def fill(self, empty: torch.Tensor, value: torch.Tensor) -> None:
-        """Nothing runs while a GPU records."""
-
-
-RECORDERS: dict[str, Callable[[], Recorder]] = {"cuda": CudaRecorder}  # by type of the device
-
-
-def recorder_of(device: torch.device) -> Recorder:
-    """InputError where there are no graphs."""
-    if device.type not in RECORDERS:
-        raise InputError(f"run.cuda_graphs=true needs a GPU, and this run's device is a {device.type}; set "
-                         "it to false")
-    return RECORDERS[device.type]()
 
 
 @dataclass
@@ -137,7 +46,7 @@ class _Record:
     steps: list[Callable[[], object]] = field(default_factory=list)
     inputs: list[torch.Tensor] = field(default_factory=list)
     outputs: list[torch.Tensor | None] = field(default_factory=list)
-    gradients: list[tuple[UnitState, int]] = field(default_factory=list)  # to which it adds, in order
+    gradients: list[tuple[Gradient, int]] = field(default_factory=list)  # to which it adds, in order
     memory: Any = None  # where its parameters and gradients were
     _piece: GraphPiece | None = None
 
@@ -181,7 +90,7 @@ class GraphRun:
                  device: torch.device):
         """`turns`: of the program PROGRAM of this position."""
         self.turns, self.states, self.weight_grads = turns, states, weight_grads
-        self.recorder = recorder_of(device)
+        self.recorder = device_of(device).recorder()
         self._pools: dict[tuple[int, int], Any] = {}
         self._records: dict[GraphKey, _Record] = {}
         self._origin: dict[int, tuple[int, int, int]] = {}  # address -> stage, set and variant of an output
@@ -215,7 +124,7 @@ class GraphRun:
         if turn is None:
             return body(*inputs)
         for unit in turn.grads:  # in the plan's order, not in autograd's
-            self.states[unit].room_for_grad()
+            self.states[unit].gradient.whole()
         record, kept = self._records.get(turn.key), None
         if record is not None:
             self._check(turn, record)
@@ -227,8 +136,8 @@ class GraphRun:
                 place.copy_(given)
         for step in record.steps:
             step()
-        for state, number in record.gradients:
-            state.into(number)
+        for gradient, number in record.gradients:
+            gradient.into(number)
         return outputs, kept
 
     def fixed(self, microbatch: int, batch: Batch) -> Batch:
@@ -287,8 +196,8 @@ class GraphRun:
 
     def _memory(self, turn: Turn) -> Any:
         """The addresses of parameters and gradients, and which gradients begin anew."""
-        params = [self.states[unit].whole_param().data_ptr() for unit in turn.params]
-        return params, [self.states[unit].grad_place() for unit in turn.grads]
+        params = [self.states[unit].weights.whole().data_ptr() for unit in turn.params]
+        return params, [self.states[unit].gradient.place() for unit in turn.grads]
 
     def _check(self, turn: Turn, record: _Record) -> None:
         if (memory := self._memory(turn)) != record.memory:

@@ -46,8 +46,9 @@ def results(engine: Engine, instruction: Instruction, slots: Slots) -> Iterator[
     table = engine.plan.table
     if op == Op.CLIP and instruction.gradients != "none":
         for p, state in engine.zero.stepped.items():
-            whole = state.gradient_prev if instruction.gradients == "wait" else state.gradient
-            start, stop = (at - state.owned[0] for at in state.shard)
+            gradient = state.gradient
+            whole = gradient.waiting if instruction.gradients == "wait" else gradient.values
+            start, stop = (at - state.part.owned[0] for at in state.part.shard)
             for values in (whole[start:stop], whole) if stop - start < len(whole) else (whole,):
                 name = f"sum over ranks of the gradient of p{p} ({table.parameters[p].name})"
                 yield InstructionResult(2, p, name, values)
@@ -60,7 +61,7 @@ def results(engine: Engine, instruction: Instruction, slots: Slots) -> Iterator[
         if slot.kind in _TENSORS or slot.kind in table.handed:
             yield InstructionResult(*place, f"{what} of {of}", slots.get(slot))
         elif slot.kind == "wgrad":
-            for values in engine.states[slot.unit].written():
+            for values in engine.states[slot.unit].gradient.written():
                 yield InstructionResult(*place, f"{what} of {of}", values)
 
 

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 
 from threed.base.mesh import GROUPS, Mesh
-from threed.comm.group import Channel, Comm, Group, initialized, sum_parts
+from threed.comm.group import Channel, Comm, Group, sum_parts
 from threed.comm.lanes import Handle
+from threed.comm.process import initialized
 from threed.program.instruction import Op
-from threed.program.table import Plan
+from threed.program.plan import Plan
 
 TIMEOUT_S = 60.0
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from threed.comm.lanes import DONE, Handle, Job, Lane, so_far
-from threed.engine.clock import Clock
+from threed.devices.clock import Clock
 from threed.program.instruction import Slot
 from threed.program.order import Order
 from threed.program.trace import Wait

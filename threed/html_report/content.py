@@ -27,10 +27,9 @@ from threed.prediction.verb import document
 from threed.program.costs import FILE as COSTS
 from threed.program.costs import device_of
 from threed.program.instruction import COMPUTE, Instruction
-from threed.program.order import plan_links
 from threed.program.picture import DrawnOp, blocks
-from threed.program.summary import activations, alive_bytes
-from threed.program.table import Plan
+from threed.program.plan import Plan
+from threed.program.summary import activations
 from threed.schema import Config
 
 MOST_BOXES = 40_000  # in all lanes of a page; a browser draws those of some positions at a time
@@ -80,7 +79,7 @@ class Content:
     def attributed(self) -> list[dict[str, float]]:
         """Where the time of a predicted step goes: a row a position, seconds by cause."""
         step = self.priced.step
-        rows, slower = attribute_walk(self.plan, step.walk), self.values["slower"]
+        rows, slower = attribute_walk(self.priced.analysis, step.walk), self.values["slower"]
         return [{name: share if name == "bubble" else slower * share for name, share in row.items()}
                 for row in rows]
 
@@ -92,7 +91,7 @@ class Content:
         """Bytes on the device of a rank: what it holds all the time, and by kind what it keeps for a while,
         [index of an instruction]. Temporaries are below 0 where an instruction frees what its slots count
         until its end."""
-        row, by_kind = self.values["stages"][position], alive_bytes(self.plan, position).by_kind
+        row, by_kind = self.values["stages"][position], self.priced.analysis.memory(position).by_kind
         fixed = {name: row[f"{key}_bytes"] for name, key in (("parameters", "parameter"),
                  ("gradients", "gradient"), ("optimizer state", "optimizer"), ("buffers", "buffer"))}
         fixed["process and libraries" if self.machine.waits else "CUDA and NCCL"] = sum(
@@ -114,7 +113,7 @@ class Content:
         """The predicted step."""
         lanes = {}
         for position in positions:
-            linked, (start, end) = plan_links(self.plan, "train")[position], self.times(position)
+            linked, (start, end) = self.priced.analysis.simulated("train")[position], self.times(position)
             lanes[position] = self._lanes(linked.program, [form.effect.lane for form in linked.forms],
                                           start, end)
         return LaneTimeline(f"predicted ({self.source})", lanes, {})
@@ -129,9 +128,9 @@ class Content:
         except InputError as error:
             self.notes.append(f"No measured timeline: {error}")
             return None
-        if traced.digest != self.plan.digest:
+        if traced.digest != self.priced.analysis.digest:
             self.notes.append(f"No measured timeline: the traces are of plan {traced.digest}, and the run's "
-                              f"config makes plan {self.plan.digest}")
+                              f"config makes plan {self.priced.analysis.digest}")
             return None
         self.notes += traced.notes
         step = typical_step(traced)

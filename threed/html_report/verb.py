@@ -9,13 +9,13 @@ from threed.base.errors import InputError, check_type
 from threed.html_report.content import Content
 from threed.html_report.html import page
 from threed.monitor.run import Run
-from threed.planner import make_plan
-from threed.planner.from_config import config_of, planned
+from threed.planner import analyse
+from threed.planner.from_config import analysed, config_of
 from threed.prediction.hardware import OF_CPUS
 from threed.prediction.verb import priced
 from threed.program.costs import FILE as COSTS
 from threed.program.costs import device_of, write_whole
-from threed.program.table import Plan
+from threed.program.plan import Plan
 from threed.schema import Config
 
 
@@ -49,14 +49,14 @@ def content(what: Config | Plan | Run | str | Path, hardware: str = "",
             costs: str | Path | None = None) -> Content:
     """What the page shows. The arguments are those of `report`."""
     run = what if isinstance(what, Run) else Run(what) if isinstance(what, str | Path) else None
-    plan = planned(what) if isinstance(what, Config | Plan) else make_plan(run.config if run else Config())
+    analysis = analysed(what) if isinstance(what, Config | Plan) else analyse(run.config if run else Config())
     if run is not None and costs is None and (run.path / COSTS).exists():
         costs = run.path
     measured = run is not None and costs == run.path and device_of(run.path).startswith("CPU")
     if measured and not hardware:
         hardware = OF_CPUS  # it has neither CUDA nor the memory of a device
-    machine, step = priced(plan, hardware, costs)
-    found = Content(config_of(plan), step, machine, run)
+    machine, step = priced(analysis, hardware, costs)
+    found = Content(config_of(analysis.plan), step, machine, run)
     if run is not None and costs is None:
         found.notes.append("No measured costs: no step was traced (monitor.trace_every), so the prediction "
                            "is analytic, for the hardware that --hardware names.")

@@ -9,10 +9,10 @@ from typing import Any
 from threed.base.errors import InputError
 from threed.base.quantity import show_count
 from threed.config import load as configs
-from threed.config.choices import get
 from threed.config.keys.deepspeed import CLIPS_SINCE, DEEPSPEED
 from threed.config.keys.megatron import MEGATRON
 from threed.config.keys.megatron_values import ends
+from threed.config.values import get
 from threed.interop.converted import Converted, convert, inline, shown
 from threed.interop.deepspeed_file import read
 from threed.interop.deepspeed_option import beside

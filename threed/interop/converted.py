@@ -12,10 +12,10 @@ import yaml
 
 from threed.base.errors import ConfigError, InputError
 from threed.config import load as configs
-from threed.config.choices import get
 from threed.config.keys.deepspeed import CLIPS_SINCE
 from threed.config.keys.megatron import MEGATRON
 from threed.config.keys.table import NO_KEY, NOTHING, Dropped, Framework, Key, Refused
+from threed.config.values import get
 from threed.interop.script import TYPED
 from threed.interop.shell.opaque import is_open
 from threed.interop.shell.opaque import show as readable

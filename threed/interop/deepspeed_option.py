@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from threed.config.choices import get
 from threed.config.keys.deepspeed import CLIPS_SINCE, DEEPSPEED
+from threed.config.values import get
 from threed.interop.converted import Converted, convert, shown
 from threed.interop.deepspeed_file import flat_of
 from threed.interop.script import CommandLine

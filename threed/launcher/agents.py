@@ -29,7 +29,6 @@ from threed.base import marks
 from threed.base import signals as early
 from threed.base.console import RECORD, flush, put_error, say
 from threed.base.errors import InputError, RunError, ThreedError
-from threed.comm import forks
 from threed.comm.environment import PORT, RankPlace, endpoint, place_of_environment
 from threed.comm.rendezvous import is_here, is_loopback, route
 from threed.config import load as configs
@@ -161,7 +160,7 @@ def _size(given: str | None, first: Config | None) -> int:
         if not given.isdecimal() or not int(given):
             raise InputError(f"--nproc-per-node={given} (GPUS_PER_NODE) must be a number of ranks, or gpu")
         return int(given)
-    size = local_world_size(first.run.device) if first else forks.gpus()
+    size = local_world_size(first.run.device if first else "auto")
     if not size:
         raise InputError("this node has no GPU, so GPUS_PER_NODE (or PET_NPROC_PER_NODE) must say how many "
                          "ranks a node starts")

@@ -216,8 +216,9 @@ class Attendant:
             console.say(text)
             _, cause, status = ended_by(-code)
             note = {"message": text, "status": status, "cause": cause}
-            self._telling = threading.Thread(target=_tell, args=(child, note), daemon=True)
-            self._telling.start()
+            telling = threading.Thread(target=_tell, args=(child, note), daemon=True)
+            telling.start()
+            self._telling = telling  # now `linger`, on another thread, may join it
 
     def _see_all(self) -> None:
         """Where all ranks here have ended well, torch's agent waits 300 s for those of other machines, and

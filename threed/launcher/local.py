@@ -18,6 +18,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+from threed import devices
 from threed.base import marks
 from threed.base.console import RECORD, say
 from threed.base.errors import InputError
@@ -25,9 +26,8 @@ from threed.base.requests import StopRequests
 from threed.base.restart import Failure, RankSteps, Restarts
 from threed.base.signals import handle
 from threed.checkpoint.lineage import read_latest
-from threed.comm import forks
 from threed.comm.environment import RESTARTS, RankPlace
-from threed.comm.group import file_store
+from threed.comm.process import file_store
 from threed.data.tokens import Prepared
 from threed.engine.watch import tell
 from threed.launcher.processes import (
@@ -123,7 +123,7 @@ class LocalLauncher:
 
     def start(self, prepared: Prepared | None, steps: RankSteps) -> Failure | None:
         """Start the ranks once and wait until all have ended. Returns why one has failed; None if none has.
-        Errors as from `check_gpus`: what a script has called since `prepare` may have started CUDA."""
+        Errors as from `check_gpus`: what a script has called since `prepare` may have started a GPU."""
         check_gpus(self.config.run.device, self.config.world_size)
         size, parent = self.config.world_size, os.getpid()
         # the file where ranks meet: in memory, so it vanishes with the last rank, however the ranks end
@@ -194,18 +194,16 @@ def _why(codes: list[int | None], store: Any, steps: RankSteps, asked: bool) -> 
 
 def local_world_size(config_device: str) -> int | None:
     """How many processes to start if `parallel.dp: auto` leaves it open: one a GPU; None on a machine without
-    GPUs. Errors as from `forks.gpus`."""
-    return (forks.gpus() or None) if config_device != "cpu" else None
+    GPUs. Errors as from `Device.for_forks`."""
+    return devices.for_forks(config_device)[1] or None
 
 
 def check_gpus(device: str, ranks: int) -> None:
     """InputError where `ranks` processes that are forked here would not each have a GPU, and run.device asks
-    for GPUs, or allows them. Errors also as from `forks.gpus`."""
-    if device == "cpu":
-        return
-    gpus = forks.gpus()
-    if device == "cuda" and not gpus:
-        raise InputError("run.device=cuda, but torch sees no GPU here; use run.device=auto or cpu")
+    for GPUs, or allows them. Errors also as from `Device.for_forks`."""
+    _, gpus = devices.for_forks(device)
+    if device in devices.ACCELERATORS and not gpus:
+        raise InputError(devices.missing(device))
     if 0 < gpus < ranks:
         raise InputError(f"{ranks} ranks would start on this machine, and each takes a GPU, but it has "
                          f"{gpus}: lower parallel.dp, tp or pp, whose product is the number of ranks, or use "

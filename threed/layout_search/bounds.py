@@ -17,7 +17,7 @@ from functools import lru_cache
 from operator import add, mul
 from typing import NamedTuple
 
-from threed.base.quantity import parse_bytes
+from threed.base.quantity import BYTES, parse_bytes
 from threed.layout_search.layout import Layout, config_of
 from threed.layout_search.short_plan import FORWARDS_FIRST, few
 from threed.layout_search.units import MicroBatchCut, UnitCost, Units
@@ -242,7 +242,7 @@ def _kept_bytes(unit: UnitCost, layout: Layout) -> int:
 
 def _fixed_bytes(layout: Layout, config: Config, parts: Sequence[PartBytes], window: int) -> int:
     """Of a position with these parameter units. `window`: units that are gathered at a time."""
-    element, grad, reduce = (4 if dtype == "fp32" else 2 for dtype in (
+    element, grad, reduce = (BYTES[dtype] for dtype in (
         config.precision.dtype, config.precision.grad_dtype, config.precision.reduce_dtype))
     trained = [part.numel for part in parts if part.trains]
     size = sum(part.fixed for part in parts)

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import yaml
 
 from threed.base.errors import InputError
-from threed.config.choices import get
 from threed.config.load import given, of_values, uncombined
 from threed.config.validate import validate
+from threed.config.values import get
 from threed.layout_search.layout import KEYS, Layout, changes, config_of
 from threed.schema import Config
 
@@ -83,8 +83,8 @@ def ask(path: str | Path, overrides: list[str] | None = None, rounding: bool = F
         setattr(getattr(base, section), name, get(typed, key))
     some = {name: fields[name] for name in ("stage", "policy", "offload_optimizer") if name in fields}
     for problem in validate(config_of(Layout(**some), base)):
-        if any(key in problem for key, needed in _USED_BY.items() if needed):
-            raise InputError(problem)
+        if problem.key == KEYS["policy"] or _USED_BY.get(problem.key):
+            raise InputError(str(problem))
     if rounding and base.precision.dtype == "fp32":
         raise InputError("--rounding: with precision.dtype=fp32 gradients are sent in fp32; set it to bf16, "
                          "or leave --rounding out")

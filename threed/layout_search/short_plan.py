@@ -27,8 +27,11 @@ from threed.planner.passes import run_passes
 from threed.prediction.analytic import cost
 from threed.prediction.contention import step
 from threed.prediction.hardware import Hardware
+from threed.program.analysis import Analysis
+from threed.program.entries import ComputeUnit, ParameterUnit
 from threed.program.instruction import COMPUTE, Op
-from threed.program.table import ComputeUnit, ParameterUnit, Plan, Table
+from threed.program.plan import Plan
+from threed.program.table import Table
 from threed.program.walk import Cost
 from threed.schedules.orders import SCHEDULES
 from threed.schema import Config, OffloadConfig, ZeroConfig
@@ -51,7 +54,7 @@ def brief(name: str, p: int, m: int) -> int:
     return m if m <= fewest else fewest + (m - fewest) % p
 
 
-def short_plan(config: Config, microbatches: int, ends: bool = True) -> Plan:
+def short_plan(config: Config, microbatches: int, ends: bool = True) -> Analysis:
     """The unchecked plan of so many micro-batches of a config. `ends`: as in `merged`. InputError where it
     keeps more than the config allows."""
     config = copy.deepcopy(config)
@@ -59,9 +62,9 @@ def short_plan(config: Config, microbatches: int, ends: bool = True) -> Plan:
     train.global_batch_size = microbatches * train.micro_batch_size * config.dp
     train.eval_every = train.sample_every = config.checkpoint.every = config.run.verify_every = 0
     pipeline = make_pipeline(config)
-    plan = run_passes(config, pipeline, merged(marked_table(config, pipeline), ends))
-    check_limit(config, pipeline, plan)
-    return plan
+    analysis = Analysis(run_passes(config, pipeline, merged(marked_table(config, pipeline), ends)))
+    check_limit(config, pipeline, analysis)
+    return analysis
 
 
 def merged(table: Table, ends: bool = True) -> Table:
@@ -166,7 +169,7 @@ class ShortPlans:
         name = config.parallel.schedule
         self._few, self._brief = (self.m, self.m) if limited else (few(name, self.p, self.m),
                                                                    brief(name, self.p, self.m))
-        self._plans: dict[int, Plan] = {}
+        self._plans: dict[int, Analysis] = {}
         self._free: dict[int, float] = {}  # seconds of plans with free traffic and updates
 
     def on(self, hardware: Hardware) -> ShortPlans:
@@ -175,7 +178,7 @@ class ShortPlans:
         other.hardware, other._free = hardware, {}
         return other
 
-    def _plan(self, microbatches: int) -> Plan:
+    def _plan(self, microbatches: int) -> Analysis:
         if microbatches not in self._plans:
             self._plans[microbatches] = short_plan(self.config, microbatches)
         return self._plans[microbatches]
@@ -228,7 +231,7 @@ class ShortPlans:
     def _sending_s(self) -> float:
         """For how long a position sends over dp at least: a brief plan sends as much for a micro-batch, but
         for what it gathers when it begins."""
-        plan = self._plan(self._brief)
+        plan = self._plan(self._brief).plan
         price, units = cost(plan, self.hardware), plan.table.parameters
         counts = [Counter(item for item in program if item.op in (Op.GATHER, Op.REDUCE)
                           and item.group == units[item.unit].shard_group)
@@ -241,7 +244,7 @@ class ShortPlans:
         """What a step is made of."""
         fast = replace(self.hardware, node_gbps=1e12, adapter_gbps=1e12, node_us=0.0, adapter_us=0.0)
 
-        def whole(value: Callable[[Plan], float]) -> float:
+        def whole(value: Callable[[Analysis], float]) -> float:
             less = value(self._plan(self._few))
             if self._few == self.m:
                 return less
@@ -249,13 +252,13 @@ class ShortPlans:
             return less + (self.m - self._few) * (more - less) / (2 * self.p)
 
         def spent(ops: Collection[Op], machine: Hardware) -> list[float]:
-            return [whole(lambda plan, at=at: _spent(plan, cost(plan, machine), ops, at))
+            return [whole(lambda made, at=at: _spent(made.plan, cost(made.plan, machine), ops, at))
                     for at in range(self.p)]
 
         def longer(ops: Collection[Op]) -> float:
-            return max(0.0, step_s - whole(lambda plan: self._timed(plan, self.hardware, ops)))
+            return max(0.0, step_s - whole(lambda made: self._timed(made, self.hardware, ops)))
 
-        step_s = whole(lambda plan: self._timed(plan, self.hardware))
+        step_s = whole(lambda made: self._timed(made, self.hardware))
         rows, steps = spent(COMPUTE, self.hardware), spent((Op.STEP,), self.hardware)
         most = max(range(self.p), key=rows.__getitem__)
         busy = sum(rows) + sum(steps) * (self.config.offload.optimizer == "none")
@@ -263,9 +266,9 @@ class ShortPlans:
                          rows[most] - spent(COMPUTE, fast)[most], longer((Op.GATHER, Op.REDUCE)),
                          longer((Op.OFFLOAD, Op.FETCH)), max(0.0, 1 - busy / self.p / step_s))
 
-    def _timed(self, plan: Plan, hardware: Hardware, free: Collection[Op] = ()) -> float:
-        price = cost(plan, hardware)
-        return step(plan, lambda at, item: 0.0 if item.op in free and item.kind not in _KEPT
+    def _timed(self, made: Analysis, hardware: Hardware, free: Collection[Op] = ()) -> float:
+        price = cost(made.plan, hardware)
+        return step(made, lambda at, item: 0.0 if item.op in free and item.kind not in _KEPT
                     else price(at, item), hardware).total_s
 
 

@@ -90,7 +90,8 @@ class Space:
                 config = config_of(alone, self.base)
                 config.parallel.stage_units = None  # of another number of stages
                 if problems := validate(config):
-                    self._drop(NO_TILES if "tile_linears" in problems[0] else NO_SHAPE, problems[0])
+                    tiles = problems[0].key == "model.tile_linears"
+                    self._drop(NO_TILES if tiles else NO_SHAPE, str(problems[0]))
                     continue
                 for pp in self._choices("pp", _divisors(self.devices // tp)):
                     dp = self.devices // tp // pp

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
 from threed.base.errors import InputError
+from threed.base.quantity import BYTES
 from threed.config.validate import stage_runs
 from threed.features.activation.plan import mark, worthwhile
 from threed.models.tiling import cut_layers
@@ -15,7 +16,8 @@ from threed.planner.facts import make_table, stage_sizes, unit_costs
 from threed.prediction.analytic import cost
 from threed.prediction.hardware import Hardware
 from threed.program.instruction import Instruction, Op, Slot
-from threed.program.table import Plan, Table
+from threed.program.plan import Plan
+from threed.program.table import Table
 from threed.schema import ActivationConfig, Config, OffloadConfig, ZeroConfig
 
 T = TypeVar("T")
@@ -64,7 +66,7 @@ class Units:
         """Limits for tiles of the largest unit, a few and more of them, that the model can have."""
         if self.config.model.own_layers:
             return ()
-        element = 4 if self.config.precision.dtype == "fp32" else 2
+        element = BYTES[self.config.precision.dtype]
         size = self.largest(tp) * element
         limits = [f"{1 << (size // parts).bit_length() - 21}MiB" for parts in (2, 8) if size // parts >> 20]
         config = copy.deepcopy(self.reduced)

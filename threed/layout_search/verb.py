@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from threed.base.errors import InputError, ThreedError, check_type
-from threed.base.quantity import many, parse_memory, show_bytes, show_count, show_seconds
+from threed.base.quantity import BYTES, many, parse_memory, show_bytes, show_count, show_seconds
 from threed.base.remember import remembering
 from threed.base.texttable import wrapped
 from threed.config.load import checked
@@ -100,7 +100,7 @@ def _row(asked: Question, machine: Hardware, found: Found, measured: dict[str, A
     plans = ShortPlans(asked.config(layout), machine)
     parts = plans.parts()
     step_s, ranks = measured["step_s"], layout.tp * layout.pp * layout.dp
-    peak = machine.peak(4 if base.precision.dtype == "fp32" else 2)
+    peak = machine.peak(BYTES[base.precision.dtype])
     waits = parts.bubble * parts.step_s - parts.dp_s - parts.offload_s
     lost = {"bubble": max(0.0, waits), "recomputation": parts.again_s, "collectives over tp": parts.tp_s,
             "traffic over dp": parts.dp_s, "offload": parts.offload_s}

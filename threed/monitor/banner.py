@@ -7,13 +7,14 @@ from math import prod
 import torch
 
 from threed.base.errors import ThreedError
-from threed.base.quantity import show_count, show_seconds
+from threed.base.quantity import BYTES, show_count, show_seconds
+from threed.devices import device_of
 from threed.models.model import model_flops
 from threed.monitor.loggers.logger import model_size
 from threed.planner.facts import unit_parameters
 from threed.prediction.hardware import DEFAULT, OF_CPUS, Hardware
 from threed.prediction.verb import document, priced
-from threed.program.table import Plan
+from threed.program.analysis import Analysis
 from threed.schema import Config
 
 LONG_S = 60.0  # a step that takes longer is said before it begins
@@ -31,20 +32,20 @@ def size_line(config: Config) -> str:
             f"{config.model.counted}")
 
 
-def predicted_s(config: Config, plan: Plan, device: torch.device) -> tuple[float, str] | None:
+def predicted_s(config: Config, analysis: Analysis, device: torch.device) -> tuple[float, str] | None:
     """Seconds of a step on the hardware that a device is most like, as `threed predict` has it, and the
     hardware's name. None where a step is surely short, or cannot be predicted."""
     name = OF_CPUS
-    if device.type == "cuda":
-        found = torch.cuda.get_device_name(device)
-        name = next((board for part, board in BOARDS.items() if part in found), DEFAULT)
+    if (known := device_of(device)).kind != "cpu":
+        called = known.name()
+        name = next((board for part, board in BOARDS.items() if part in called), DEFAULT)
     try:
         machine = Hardware.parse(name)
         train = config.train
         flops = model_flops(config.model, train.global_batch_size, train.micro_batch_size)
-        if flops / config.world_size / machine.peak(4 if config.precision.dtype == "fp32" else 2) < IDEAL_S:
+        if flops / config.world_size / machine.peak(BYTES[config.precision.dtype]) < IDEAL_S:
             return None
-        machine, step = priced(plan, name, None)
+        machine, step = priced(analysis, name, None)
         return document(step, machine)["step_time"], name
     except ThreedError:  # such as user layers, which have no price
         return None

@@ -19,13 +19,12 @@ from threed.base.quantity import many, show_seconds
 from threed.base.texttable import render
 from threed.monitor.attribute import CAUSES, attribute, parts
 from threed.monitor.traces import RankTrace, RunTrace, read_run
-from threed.planner import make_plan
+from threed.planner import analyse
 from threed.planner.from_config import CONFIG, load_config
-from threed.program.buffers import buffers
+from threed.program.analysis import Analysis
 from threed.program.instruction import COMPUTE, Instruction, Op
-from threed.program.order import run_links
+from threed.program.plan import Plan
 from threed.program.simulate import predict
-from threed.program.table import Plan
 from threed.program.trace import Trace, Wait
 from threed.program.walk import Walk
 
@@ -40,19 +39,20 @@ def compare(run: Path) -> dict[str, Any]:
     """Predicted and measured seconds: of the step, by op, lane, unit and stage; and each rank's
     attribution."""
     traced = read_run(run)
-    plan = make_plan(load_config(run))
-    if plan.digest != traced.digest:
+    analysis = analyse(load_config(run))
+    plan = analysis.plan
+    if analysis.digest != traced.digest:
         raise InputError(f"{run}: the trace is of plan {traced.digest}, but {CONFIG} makes plan "
-                         f"{plan.digest}: the run was started with another config, or by another version of "
-                         "threed, and no step of it was traced since")
+                         f"{analysis.digest}: the run was started with another config, or by another version "
+                         "of threed, and no step of it was traced since")
     chosen = _choose(traced)
     programs = plan.programs["train"]
     traces = [[rank.trace(step) for step in chosen] for rank in traced.ranks]
     clips = [min(parts(of_rank[k], rank.program)["clip"] for rank, of_rank in zip(traced.ranks, traces))
              for k in range(len(chosen))]
     ranks = [_attribute_rank(rank, of_rank, clips) for rank, of_rank in zip(traced.ranks, traces)]
-    prediction = predict(plan, mean_costs(traced.ranks, traces, clips))
-    walked = [_as_trace(plan, prediction.walk, position) for position in range(len(programs))]
+    prediction = predict(analysis, mean_costs(traced.ranks, traces, clips))
+    walked = [_as_trace(analysis, prediction.walk, position) for position in range(len(programs))]
     stages = [{"predicted": row,
                "measured": _with_bubble(_mean([rank for rank in ranks if rank["pp"] == position],
                                               ("step", *CAUSES)))}
@@ -72,7 +72,7 @@ def compare(run: Path) -> dict[str, Any]:
     grouped["units"] = {name: {"name": text, **grouped["units"][name]} for name, text in names.items()
                         if name in grouped["units"]}
     step_s = sum(max(of_rank[k].total_s for of_rank in traces) for k in range(len(chosen))) / len(chosen)
-    return {"run": str(run), "digest": plan.digest, "steps": chosen, "notes": traced.notes,
+    return {"run": str(run), "digest": analysis.digest, "steps": chosen, "notes": traced.notes,
             "step": {"predicted": prediction.step_s, "measured": step_s}, "stages": stages, "ranks": ranks,
             **grouped}
 
@@ -114,10 +114,11 @@ def _attribute_rank(rank: RankTrace, traces: Sequence[Trace], clips: Sequence[fl
     return {"rank": rank.rank, **rank.here.on, **_mean(rows, ("step", *CAUSES))}
 
 
-def attribute_walk(plan: Plan, walk: Walk) -> list[Row]:
+def attribute_walk(analysis: Analysis, walk: Walk) -> list[Row]:
     """Where the time of a walked train step goes: a row a position, with the step, its causes and the
     bubble."""
-    walked = [_as_trace(plan, walk, position) for position in range(len(plan.programs["train"]))]
+    plan = analysis.plan
+    walked = [_as_trace(analysis, walk, position) for position in range(len(plan.programs["train"]))]
     return _attribute_walk(plan, walked, walk.total_s)
 
 
@@ -127,11 +128,10 @@ def _attribute_walk(plan: Plan, walked: Sequence[Trace], step_s: float) -> list[
     return [_with_bubble({"step": step_s, **attribute(each, clip_s, step_s)}) for each in all_parts]
 
 
-def _as_trace(plan: Plan, walk: Walk, position: int) -> Trace:
+def _as_trace(analysis: Analysis, walk: Walk, position: int) -> Trace:
     """A walked program as a trace: the compute lane's instructions follow one another, and wait for the other
     lanes."""
-    program, table = plan.programs["train"][position], plan.table
-    links = run_links(program, table, position, table.seam(position), buffers(plan, position))
+    program, links = analysis.plan.programs["train"][position], analysis.run_links("train", position)
     trace, last = Trace("train"), 0.0
     for index, item in enumerate(program):
         start, end = walk.start[position][index], walk.end[position][index]

@@ -8,11 +8,9 @@ whatever the number of ranks, some 250 bytes for each rank, and not a program's 
 
 from __future__ import annotations
 
-import platform
-import resource
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -21,12 +19,13 @@ import torch
 
 from threed.base.mesh import AXES
 from threed.comm.group import Comm
+from threed.devices import device_of
 from threed.models.model import model_flops
 from threed.monitor.attribute import CAUSES, PARTS, attribute, parts
 from threed.monitor.straggler import WORK, Stragglers, by_place
+from threed.program.analysis import Analysis
 from threed.program.instruction import Instruction, Op
 from threed.program.simulate import Costs, predict
-from threed.program.table import Plan
 from threed.program.trace import Trace, compute_s
 from threed.schema import Config
 
@@ -37,11 +36,6 @@ COSTED = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.STE
 # The cards that are plugged in have less than those of the same name on a board: they come first.
 PEAK_TFLOPS = {"H100 PCIe": 756.0, "H100 NVL": 835.0, "H200 NVL": 835.0,
                "A100": 312.0, "H100": 989.0, "H200": 989.0, "B200": 2250.0}
-
-
-def device_name(device: torch.device) -> str:
-    """What torch calls a GPU; of a CPU, its architecture."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU {platform.machine()}"
 
 
 class StepReport:
@@ -81,16 +75,16 @@ class Meter:
     """Makes this rank's rows, and metrics from all ranks' rows."""
 
     config: Config
-    plan: Plan
+    analysis: Analysis
     comm: Comm
     stragglers: Stragglers = field(init=False)
     _sent: dict[str, int] = field(default_factory=dict)
     _predicted: list[float] | None = None
     _spent_s: float = 0.0
-    _apart_s: float = 0.0  # since the last metrics
+    _excluded_s: float = 0.0  # since the last metrics
     _since: float | None = None  # the last lap
     _last: tuple[Trace, float] | None = None  # the step before, and its time
-    _stream: torch.cuda.Stream | None = None
+    _stream: Any = None
 
     def __post_init__(self) -> None:
         self.stragglers = Stragglers(self.comm.mesh)
@@ -104,12 +98,12 @@ class Meter:
             self._since = time.monotonic()
 
     @contextmanager
-    def apart(self) -> Iterator[None]:
+    def excluded(self) -> Iterator[None]:
         """The time in this context does not count as that of a step."""
         begin = time.monotonic()
         yield
         taken_s = time.monotonic() - begin
-        self._apart_s += taken_s
+        self._excluded_s += taken_s
         if self._since is not None:
             self._since += taken_s
 
@@ -125,10 +119,10 @@ class Meter:
         the step before."""
         if trace.is_late:
             (trace, step_s), self._last = self._last or (trace, step_s), (trace, step_s)
-        table, here = self.plan.table, self.comm.here
-        program = self.plan.programs[trace.name][here.position]
+        table, here = self.analysis.table, self.comm.here
+        program = self.analysis.plan.programs[trace.name][here.position]
         sent = {axis: self.comm.sent[axis] for axis in AXES}
-        head = [step_s, compute_s(trace, program), float(peak_bytes(self.comm.device)),
+        head = [step_s, compute_s(trace, program), float(device_of(self.comm.device).peak_bytes()),
                 *(float(sent[axis] - self._sent.get(axis, 0)) for axis in AXES), *map(float, asked), saving,
                 *parts(trace, program).values()]
         own = _seconds(trace, program, max(len(table.units) - 1, *table.parameters) + 1)
@@ -145,18 +139,17 @@ class Meter:
 
     def _beside(self) -> AbstractContextManager[Any]:
         """On a GPU a stream of its own: the optimizer's steps may still be under way."""
-        if self.comm.device.type == "cuda" and self._stream is None:
-            self._stream = torch.cuda.Stream(self.comm.device)
-        return torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
+        device = device_of(self.comm.device)
+        if device.asynchronous and self._stream is None:
+            self._stream = device.stream()
+        return device.on(self._stream)
 
     def metrics(self, step: StepReport, elapsed_s: float) -> dict[str, float | None]:
         """perf, pipeline, comm and memory metrics of a step."""
         config, mesh, counted = self.config, self.comm.mesh, self.config.model.counted
         step_s = float(step.column("step_s").max())
         tflops = self._step_flops / step_s / mesh.size / 1e12
-        device = self.comm.device
-        named = device_name(device) if device.type == "cuda" else ""
-        peak = config.monitor.peak_tflops or peak_tflops(named)
+        peak = config.monitor.peak_tflops or peak_tflops(device_of(self.comm.device).name())
         values: dict[str, float | None] = {
             "perf/step_s": step_s,
             f"perf/{counted}_per_s": config.tokens_per_step / step_s,
@@ -178,8 +171,8 @@ class Meter:
         values |= {f"comm/bytes_{axis}": float(step.column(f"sent_{axis}").sum()) for axis in AXES}
         values |= self.stragglers.look({what: step.column(what) for what in WORK})
         values["memory/peak_bytes"] = float(step.column("memory").max())
-        if self._apart_s:
-            values["perf/apart_s"], self._apart_s = self._apart_s, 0.0
+        if self._excluded_s:
+            values["perf/apart_s"], self._excluded_s = self._excluded_s, 0.0
         return values
 
     @cached_property
@@ -197,7 +190,7 @@ class Meter:
         the run's time."""
         if self._predicted is None or self._spent_s < 0.01 * elapsed_s:
             begin = time.monotonic()
-            self._predicted = predict(self.plan, step.costs, step.program).bubble
+            self._predicted = predict(self.analysis, step.costs, step.program).bubble
             self._spent_s += time.monotonic() - begin
         return self._predicted
 
@@ -215,13 +208,6 @@ def _seconds(trace: Trace, program: Sequence[Instruction], width: int) -> torch.
     for which, (seconds, count) in spent.items():
         means[which], ones[which] = seconds / count, 1.0
     return torch.tensor([means, ones], dtype=torch.float64).view(2, len(COSTED), width)
-
-
-def peak_bytes(device: torch.device) -> int:
-    """The allocator's peak on a GPU, the peak resident set on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def peak_tflops(name: str) -> float | None:

@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any, TextIO
 from threed.base.errors import InputError
 from threed.base.mesh import AXES, Coordinate
 from threed.base.quantity import many
+from threed.devices import device_of
 from threed.monitor.lines import cut
+from threed.program.analysis import Analysis
 from threed.program.costs import FILE as COSTS
 from threed.program.costs import read_costs, save_costs
-from threed.program.effects import effects
 from threed.program.instruction import Instruction, Op, Tier
 from threed.program.simulate import Costs
-from threed.program.table import Plan
 from threed.program.trace import Trace, Wait
 
 if TYPE_CHECKING:
@@ -54,11 +54,11 @@ class TraceWriter:
     """Writes one rank's traces; on rank 0 also costs.json. When the disk is full, tracing ends and the run
     goes on."""
 
-    def __init__(self, run: Path, plan: Plan, comm: Comm, first_step: int):
+    def __init__(self, run: Path, analysis: Analysis, comm: Comm, first_step: int):
         """`first_step`: of this process; it is slower than the others: memory is allocated, code is
         loaded."""
         self.path, self._first_step = rank_file(run, comm.rank), first_step
-        self._plan, self._comm = plan, comm
+        self._analysis, self._comm = analysis, comm
         self._file: TextIO | None = None
         self._full = False
         self._costs_path = run / COSTS
@@ -91,21 +91,20 @@ class TraceWriter:
                 self._file.close()
 
     def _header(self) -> str:
-        here, table = self._comm.here, self._plan.table
-        program = self._plan.programs["train"][here.position]
-        rows = [(str(item), effects(item, table, here.position).lane, *item) for item in program]
+        here = self._comm.here
+        links = self._analysis.links_at("train", here.position)
+        rows = [(str(item), form.effect.lane, *item)
+                for item, form in zip(links.program, links.forms, strict=True)]
         return json.dumps({"rank": self._comm.rank, **here.on, "world_size": self._comm.mesh.size,
-                           "digest": self._plan.digest, "first_step": self._first_step, "columns": COLUMNS,
-                           "train": rows}, separators=(",", ":")) + "\n"
+                           "digest": self._analysis.digest, "first_step": self._first_step,
+                           "columns": COLUMNS, "train": rows}, separators=(",", ":")) + "\n"
 
     def _add_costs(self, cold: bool, costs: Costs) -> None:
         """Running means, over all processes of the run that ran the same plan."""
-        from threed.monitor.measure import device_name  # torch
-
         if not self._steps and self._costs_path.exists():
             with contextlib.suppress(InputError):  # damaged: measured anew
                 means, digest, steps = read_costs(self._costs_path)
-                if digest == self._plan.digest:
+                if digest == self._analysis.digest:
                     self._sums, self._steps = {key: mean * steps for key, mean in means.items()}, steps
         if cold and self._steps:
             return
@@ -116,7 +115,7 @@ class TraceWriter:
         for key, seconds in costs.items():
             self._sums[key] = self._sums.get(key, 0.0) + seconds
         save_costs(self._costs_path, {key: total / self._steps for key, total in self._sums.items()},
-                   self._plan.digest, self._steps, device_name(self._comm.device))
+                   self._analysis.digest, self._steps, device_of(self._comm.device).name())
 
 
 @dataclass

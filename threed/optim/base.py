@@ -11,12 +11,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
-from threed.schema import OptimizerConfig
+from threed.base.quantity import BYTES
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-BYTES = {"fp32": 4, "bf16": 2}
+    from threed.schema import OptimizerConfig
 
 
 class Buffer(NamedTuple):

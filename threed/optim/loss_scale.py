@@ -9,8 +9,10 @@ overflow is skipped; the `hysteresis`-th overflow, and every one after it, halve
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
-from threed.schema import Config
+if TYPE_CHECKING:
+    from threed.schema import Config
 
 
 @dataclass

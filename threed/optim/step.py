@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from threed.devices import device_of
 from threed.optim.base import Update, View
 from threed.optim.registry import OPTIMIZERS
-
-# Elements per chunk where 16-bit tensors are read or written; on a CPU few enough for its cache.
-CHUNK = {"cpu": 1 << 20, "cuda": 1 << 22}
 
 
 def step(by: Update, view: View, copy: torch.Tensor | None = None) -> None:
@@ -19,7 +17,7 @@ def step(by: Update, view: View, copy: torch.Tensor | None = None) -> None:
         return
     narrow = not weight.dtype == grad.dtype == torch.float32
     in_chunks = narrow or copy is not None or optimizer.needs_room
-    size = min(CHUNK[weight.device.type], len(weight)) if in_chunks else len(weight)
+    size = min(device_of(weight.device).chunk, len(weight)) if in_chunks else len(weight)
     scratch = torch.empty(2, size if narrow else 0, device=weight.device)
     for start in range(0, len(weight), max(1, size)):
         part = slice(start, start + size)

@@ -19,23 +19,29 @@ from threed.planner.facts import (
     with_logits,
 )
 from threed.planner.passes import Pipeline, forward_recipe, run_passes
+from threed.program.analysis import Analysis
 from threed.program.check import check
-from threed.program.table import GENERATE, Plan
+from threed.program.names import GENERATE
+from threed.program.plan import Plan
 from threed.schema import Config
 
-__all__ = ["Pipeline", "forward_plan", "layouts", "make_mesh", "make_pipeline", "make_plan", "make_table",
-           "saved_by_piece", "unit_costs", "unit_parameters"]
+__all__ = ["Pipeline", "analyse", "forward_plan", "layouts", "make_mesh", "make_pipeline", "make_plan",
+           "make_table", "saved_by_piece", "unit_costs", "unit_parameters"]
 
 
 def make_plan(config: Config, pipeline: Pipeline | None = None) -> Plan:
-    """The checked plan of a config. `pipeline`: its order, where another rank has made it already. Raises
-    PlanError where the programs are not legal (a bug, or a user's own order), and InputError where the plan
-    keeps more than `parallel.activation_limit`."""
+    """The checked plan of a config: see `analyse`."""
+    return analyse(config, pipeline).plan
+
+
+def analyse(config: Config, pipeline: Pipeline | None = None) -> Analysis:
+    """The checked plan of a config, with what was derived from it for the check. `pipeline`: its order, where
+    another rank has made it already. Raises PlanError where the programs are not legal (a bug, or a user's
+    own order), and InputError where the plan keeps more than `parallel.activation_limit`."""
     pipeline = pipeline or make_pipeline(config)
-    plan = unchecked_plan(config, pipeline)
-    check(plan)
-    check_limit(config, pipeline, plan)
-    return plan
+    analysis = check(unchecked_plan(config, pipeline))
+    check_limit(config, pipeline, analysis)
+    return analysis
 
 
 def forward_plan(config: Config, name: str, pipeline: Pipeline | None = None) -> Plan:

@@ -7,13 +7,15 @@ from collections.abc import Collection
 from pathlib import Path
 
 from threed.base.errors import InputError
-from threed.base.quantity import parse_bytes, show_bytes
-from threed.config.validate import parse_limit, stage_runs
+from threed.base.quantity import parse_bytes, parse_limit, show_bytes
+from threed.config.validate import stage_runs
 from threed.features.activation import plan as activation
 from threed.planner.facts import make_table, unit_costs, with_logits
 from threed.planner.passes import Pipeline, run_passes
+from threed.program.analysis import Analysis
+from threed.program.plan import Plan
 from threed.program.summary import stages
-from threed.program.table import Plan, Table
+from threed.program.table import Table
 from threed.schedules.auto import search
 from threed.schedules.file import read_order
 from threed.schedules.orders import SCHEDULES, line
@@ -50,7 +52,7 @@ def _search(config: Config) -> Pipeline:
         pipeline = Pipeline(best.timed.order, best.place)
         if size is None or limit is None:
             return pipeline
-        peak = max(row["activation_peak_bytes"] for row in stages(unchecked_plan(config, pipeline)))
+        peak = max(row["activation_peak_bytes"] for row in stages(Analysis(unchecked_plan(config, pipeline))))
         if peak <= size:
             return pipeline
         limit *= min(0.95, size / peak)
@@ -80,7 +82,7 @@ def _budgeted(config: Config, pipeline: Pipeline, table: Table) -> Table:
 
     def peaks(chosen: Collection[int]) -> list[int]:
         plan = run_passes(config, pipeline, activation.mark(table, chosen))
-        return [row["activation_peak_bytes"] for row in stages(plan)]
+        return [row["activation_peak_bytes"] for row in stages(Analysis(plan))]
 
     chosen = activation.choose(table, [parts[0] for parts in unit_costs(config)], peaks, budget)
     if chosen is None:
@@ -117,7 +119,8 @@ def _limit(config: Config) -> float | None:
     return size / max(shares)
 
 
-def check_limit(config: Config, pipeline: Pipeline, plan: Plan) -> None:
+def check_limit(config: Config, pipeline: Pipeline, analysis: Analysis) -> None:
+    """InputError where a plan keeps more than `parallel.activation_limit`."""
     if config.parallel.activation_limit is None:
         return
     times, size = parse_limit(config.parallel.activation_limit)
@@ -132,7 +135,7 @@ def check_limit(config: Config, pipeline: Pipeline, plan: Plan) -> None:
                              f"parallel.activation_limit={config.parallel.activation_limit} ({limit:g}); "
                              "use auto, or a schedule that keeps fewer, or raise the limit")
         return
-    for position, row in enumerate(stages(plan)):
+    for position, row in enumerate(stages(analysis)):
         if size is not None and row["activation_peak_bytes"] > size:
             raise InputError(f"a rank of pp{position} keeps {show_bytes(row['activation_peak_bytes'])} of "
                              "activations at its peak, above "

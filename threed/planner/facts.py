@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 from threed.base.errors import InputError
 from threed.base.mesh import GROUPS, Mesh, axes_of
-from threed.base.quantity import add_up
+from threed.base.quantity import BYTES, add_up
 from threed.base.remember import remembered
-from threed.config.validate import PIECES, stage_runs
+from threed.config.validate import stage_runs
 from threed.features.offload import plan as offload
 from threed.features.pipeline.parts import cut, settings
 from threed.features.zero import plan as zero
@@ -24,24 +24,13 @@ from threed.models.model import tied_parameters
 from threed.models.tiling import cut_layers, layers_of, model_key, share_of, unit_layers
 from threed.optim.registry import OPTIMIZERS
 from threed.program.costs import load_costs
+from threed.program.entries import ComputeUnit, Handed, ParameterUnit, Read, Reduction, gradient_kind
 from threed.program.instruction import KINDS, Instruction, Op, Tier
+from threed.program.settings import ActivationSettings, Elements, LogitsSettings, UpdateSettings, ZeroSettings
 from threed.program.simulate import cost_of
-from threed.program.table import (
-    ActivationSettings,
-    ComputeUnit,
-    Elements,
-    Handed,
-    LogitsSettings,
-    ParameterUnit,
-    Read,
-    Reduction,
-    Table,
-    UpdateSettings,
-    ZeroSettings,
-    gradient_kind,
-)
+from threed.program.table import Table
 from threed.schedules.split import split_stages
-from threed.schema import Config
+from threed.schema import PIECES, Config
 from threed.spec.parameter import SEQUENCE, Cost, Parameter, Share
 
 
@@ -199,7 +188,7 @@ class _Shared(NamedTuple):
 
 def _elements(config: Config) -> Elements:
     precision = config.precision
-    return Elements(*map(_bytes, (precision.dtype, precision.grad_dtype, precision.reduce_dtype)))
+    return Elements(BYTES[precision.dtype], BYTES[precision.grad_dtype], BYTES[precision.reduce_dtype])
 
 
 def _zero(config: Config) -> ZeroSettings:
@@ -238,11 +227,6 @@ def _send_home(config: Config, parameters: dict[int, ParameterUnit]) -> None:
             stays = unit.whole or (unit.trains and home == Tier.DEVICE)
             parameters[p] = replace(unit, state_home=home,
                                     weight_home=Tier.DEVICE if stays else tiers[asked.parameters])
-
-
-def _bytes(dtype: str) -> int:
-    """Of an element."""
-    return 4 if dtype == "fp32" else 2
 
 
 def _act_bytes(config: Config) -> int:

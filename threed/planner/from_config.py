@@ -1,4 +1,4 @@
-"""Planned: lets functions that read plans take a config as well; and the config in the folder of a run."""
+"""Analysed: lets functions that read plans take a config as well; and the config in the folder of a run."""
 
 from __future__ import annotations
 
@@ -8,26 +8,30 @@ from pathlib import Path
 
 from threed.base.errors import InputError
 from threed.config.load import checked, of_values
-from threed.planner import make_plan
+from threed.planner import analyse
+from threed.program.analysis import Analysis
 from threed.program.costs import write_whole
-from threed.program.table import Plan
+from threed.program.plan import Plan
 from threed.schema import Config
 
 CONFIG = "config.json"
 
 
-def planned(what: Config | Plan) -> Plan:
-    """The plan of a config, or the plan itself. ConfigError where the config cannot run (a script may have
-    made or changed it since it was loaded), InputError where it is neither."""
+def analysed(what: Config | Plan | Analysis) -> Analysis:
+    """The analysis of a config's plan, which is checked, or of a plan; or the analysis itself.
+    ConfigError where the config cannot run (a script may have made or changed it since it was loaded),
+    InputError where it is neither."""
+    if isinstance(what, Analysis):
+        return what
     if isinstance(what, Plan):
         if "train" not in what.programs:
             raise InputError("this plan has no program 'train', which runs the steps; it has "
                              f"{', '.join(what.programs) or 'none'}")
-        return what
+        return Analysis(what)
     if not isinstance(what, Config):
         raise InputError(f"{reprlib.repr(what)} is neither a Config nor a Plan: give what threed.load or "
                          "threed.plan returns")
-    return make_plan(checked(what))
+    return analyse(checked(what))
 
 
 def config_of(plan: Plan) -> Config:

@@ -17,7 +17,9 @@ from threed.features.pipeline.parts import in_parts
 from threed.features.pipeline.plan import communicate, expand
 from threed.features.zero import plan as zero
 from threed.program.instruction import Programs
-from threed.program.table import EVALUATE, GENERATE, SNAPSHOT, VERIFY, WAITING, Plan, Table
+from threed.program.names import EVALUATE, GENERATE, SNAPSHOT, VERIFY, WAITING
+from threed.program.plan import Plan
+from threed.program.table import Table
 from threed.schedules.orders import Order, forward_only
 from threed.schema import Config
 

@@ -10,7 +10,7 @@ from threed.base.errors import ThreedError
 from threed.base.quantity import show_bytes, show_seconds
 from threed.base.texttable import render, wrapped
 from threed.config.validate import validate
-from threed.planner import make_pipeline, make_plan
+from threed.planner import analyse, make_pipeline
 from threed.prediction.analytic import cost as analytic_cost
 from threed.prediction.contention import step
 from threed.prediction.hardware import Hardware
@@ -69,16 +69,16 @@ def measure(config: Config, hardware: Hardware, transient: Transient) -> dict[st
     """What the fullest rank needs of a device's memory (`peak_bytes`) and its parts: `fixed_bytes` and
     `planned_bytes` for slots and buffers, and `taken_bytes` for CUDA and NCCL; the most bytes that a rank
     sends over dp, and the time of a step. `peaks`: of each position."""
-    plan = make_plan(config, make_pipeline(config))
-    rows = stages(plan)
-    held = peaks(plan, hardware, transient.of(plan), rows)
+    analysis = analyse(config, make_pipeline(config))
+    plan, rows = analysis.plan, stages(analysis)
+    held = peaks(analysis, hardware, transient.of(plan), rows)
     most = fullest(held)
     cost = analytic_cost(plan, hardware, load_costs(config.parallel.costs) if config.parallel.costs else None)
     return {"fixed_bytes": most.fixed_bytes, "planned_bytes": most.fixed_bytes + most.activation_bytes,
             "taken_bytes": most.taken_bytes, "peak_bytes": most.total,
             "peaks": [row._asdict() for row in held],
             "dp_bytes": max(row["sent_bytes"]["dp"] for row in rows),
-            "step_s": step(plan, cost, None if config.parallel.costs else hardware).total_s}
+            "step_s": step(analysis, cost, None if config.parallel.costs else hardware).total_s}
 
 
 def advise(config: Config, hardware: Hardware, memory: int | None = None,

@@ -14,9 +14,11 @@ from threed.prediction.hardware import GroupPlace, Hardware, places
 from threed.prediction.prices import Prices, Travel
 from threed.program.buffers import lowered
 from threed.program.effects import effects
+from threed.program.entries import ComputeUnit
 from threed.program.instruction import COMPUTE, PARTS, Instruction, Op, Tier
+from threed.program.plan import Plan
 from threed.program.simulate import Costs, cost_of
-from threed.program.table import ComputeUnit, Plan
+from threed.program.traffic import moved_by, sent_by
 from threed.program.walk import Cost
 from threed.spec.kernels import FROZEN, Product
 
@@ -29,7 +31,8 @@ def cost(plan: Plan, hardware: Hardware, measured: Costs | None = None) -> Cost:
     host_s = hardware.host_us * 1e-6 if hardware.waits else 0.0
     ways = {"d2h": hardware.link_gbps, "h2d": hardware.link_gbps, "read": hardware.read_gbps,
             "write": hardware.write_gbps, "host": hardware.host_gbps}
-    lowers = [lowered(plan, position) if "train" in plan.programs else Counter[int]()
+    lowers = [lowered(plan.table, plan.programs["train"][position]) if "train" in plan.programs
+              else Counter[int]()
               for position in range(table.num_positions)]
     known: dict[tuple, float] = {}
 
@@ -45,7 +48,7 @@ def cost(plan: Plan, hardware: Hardware, measured: Costs | None = None) -> Cost:
             part = table.size(instruction.slot._replace(kind=PARTS[instruction.kind]))
             return compute.prices.moved(2 * part)
         if op in (Op.OFFLOAD, Op.FETCH):
-            gbps, size = ways[effects(instruction, table, position).lane], table.moved(instruction)
+            gbps, size = ways[effects(instruction, table, position).lane], moved_by(table, instruction)
             if instruction.kind == "gshard" and (times := lowers[position][instruction.unit]) > 1:
                 size *= 2 - 1 / times  # all but the first: the sum comes up, and goes down again
             return size * 8 / (gbps * 1e9) + hardware.kernel_us * 1e-6
@@ -166,7 +169,7 @@ class _Travel:
         self.nodes = [rank // hardware.node_ranks for rank in mesh.group("pp", 0)] if mesh is not None else []
 
     def seconds(self, position: int, instruction: Instruction) -> float:
-        sent = sum(self.table.sent(instruction).values())
+        sent = sum(sent_by(self.table, instruction).values())
         if instruction.op == Op.SEND:
             far = not self.nodes or self.nodes[position] != self.nodes[instruction.peer]
             return self.travel.message(sent, far)

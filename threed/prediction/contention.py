@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 from threed.planner.facts import make_mesh
 from threed.prediction.hardware import Hardware
+from threed.program.analysis import Analysis
 from threed.program.instruction import COMPUTE, MESSAGES
 from threed.program.link import Links
-from threed.program.order import plan_links
-from threed.program.table import Plan
+from threed.program.plan import Plan
 from threed.program.walk import Cost, Mode, Seconds, Walk, seconds_of, walk
 
 _COLLECTIVES = "dp"  # the lane of collectives, whose kernels take units of the device
@@ -32,35 +32,39 @@ class PredictedStep(NamedTuple):
 class PricedPlan:
     """A plan with the seconds of its instructions."""
 
-    plan: Plan
+    analysis: Analysis
     cost: Cost
     source: str  # of the costs
     hardware: Hardware | None = None  # None: costs are measured, with all that slows them
 
+    @property
+    def plan(self) -> Plan:
+        return self.analysis.plan
+
     @cached_property
     def seconds(self) -> Seconds:
         """Of each instruction of the train step."""
-        return seconds_of(plan_links(self.plan, "train"), self.cost)
+        return seconds_of(self.analysis.simulated("train"), self.cost)
 
     @cached_property
     def step(self) -> PredictedStep:
         """The train step, walked with a clock."""
-        return step(self.plan, self.seconds, self.hardware)
+        return step(self.analysis, self.seconds, self.hardware)
 
 
-def step(plan: Plan, cost: Cost | Seconds, hardware: Hardware | None) -> PredictedStep:
-    """The step of a plan on a machine. `hardware`: as in Priced."""
-    seconds = seconds_of(plan_links(plan, "train"), cost) if callable(cost) else cost
-    when = timed(plan, seconds, hardware)
-    shared = _shared_s(plan, seconds, hardware) if hardware is not None and hardware.waits else 0.0
+def step(analysis: Analysis, cost: Cost | Seconds, hardware: Hardware | None) -> PredictedStep:
+    """The step of a plan on a machine. `hardware`: as in PricedPlan."""
+    seconds = seconds_of(analysis.simulated("train"), cost) if callable(cost) else cost
+    when = timed(analysis, seconds, hardware)
+    shared = _shared_s(analysis, seconds, hardware) if hardware is not None and hardware.waits else 0.0
     return PredictedStep(when, max(when.total_s, shared))
 
 
-def _shared_s(plan: Plan, seconds: Seconds, hardware: Hardware) -> float:
+def _shared_s(analysis: Analysis, seconds: Seconds, hardware: Hardware) -> float:
     """For how long the processors of a machine are busy with a step of all ranks, with nobody waiting. Of
     what communicates, `contention` is the share that takes a processor."""
-    busy = 0.0
-    for linked, row in zip(plan_links(plan, "train"), seconds, strict=True):
+    plan, busy = analysis.plan, 0.0
+    for linked, row in zip(analysis.simulated("train"), seconds, strict=True):
         shares = {form: 0.0 if form.effect.lane in _DISK else
                   1.0 if form.effect.lane in _COMPUTES else hardware.contention
                   for form in dict.fromkeys(linked.forms)}
@@ -69,11 +73,11 @@ def _shared_s(plan: Plan, seconds: Seconds, hardware: Hardware) -> float:
     return busy * ranks / len(seconds) / hardware.devices
 
 
-def timed(plan: Plan, seconds: Seconds, hardware: Hardware | None) -> Walk:
+def timed(analysis: Analysis, seconds: Seconds, hardware: Hardware | None) -> Walk:
     """Walk the train step twice: the first walk says for how long communication runs beside each computation,
     and in the second each takes `hardware.contention` times that longer. (0: it takes no time from
     computation; 1: nothing is computed meanwhile.)"""
-    programs, links = plan.programs["train"], plan_links(plan, "train")
+    programs, links = analysis.plan.programs["train"], analysis.simulated("train")
     first = walk(programs, links, Mode.BUFFERED, seconds)
     if hardware is None or not (contention := hardware.contention):
         return first
@@ -105,16 +109,16 @@ def _beside(when: Walk, position: int, links: Links, waits: bool) -> list[float]
 
 
 def _union(when: Walk, position: int, links: Links, waits: bool) -> Sequence[tuple[float, float]]:
-    """The times in which a position communicates, in order and apart."""
+    """The times in which a position communicates, in order, merged where they overlap."""
     forms = {form for form in dict.fromkeys(links.forms)
              if form.effect.lane == _COLLECTIVES or (waits and form.item.op in MESSAGES)}
     spans = sorted((start, end) for start, end, form in
                    zip(when.start[position], when.end[position], links.forms, strict=True)
                    if form in forms and end > start) if forms else []
-    apart: list[tuple[float, float]] = []
+    merged: list[tuple[float, float]] = []
     for start, end in spans:
-        if apart and start <= apart[-1][1]:
-            apart[-1] = apart[-1][0], max(end, apart[-1][1])
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(end, merged[-1][1])
         else:
-            apart.append((start, end))
-    return apart
+            merged.append((start, end))
+    return merged

@@ -16,6 +16,7 @@ from yaml import YAMLError
 from threed.base.errors import InputError
 from threed.base.mesh import GROUPS, Mesh
 from threed.base.words import nearest, same
+from threed.schema import key
 
 FOLDER = Path(__file__).parent.parent / "configs" / "hardware"
 DEFAULT, OF_CPUS = "a100-sxm", "cpu-core"
@@ -28,47 +29,48 @@ class Hardware:
 
     name: str = "unnamed"
     # ---- a device
-    tflops: float = 312.0  # peak of products in 16 bits, without sparsity
-    tflops_fp32: float = 19.5  # and in fp32
-    efficiency: float = 0.7  # share of the peak that large products reach
-    attention_efficiency: float = 0.5  # share of the peak that attention in one kernel reaches
-    attention_passes: float = 0.0  # 0: attention is one kernel. Above: software before such kernels, whose
-    # forward reads or writes the matrix of [S, S] so many times (and backward 1.3 times as often)
-    units: int = 108  # that compute tiles of a product at the same time
-    tile: int = 128  # a unit computes tiles of 2 tile x tile numbers; 1: no tiles
-    half_dim: float = 0.0  # shortest dim of a product that reaches half of its efficiency; 0: all alike
-    exponential_ns: float = 0.0  # of an exponential; 0: they take no time of their own, as on a GPU
-    memory_gb: float = 80.0  # GB of memory
-    memory_gbps: float = 16312.0  # Gbit/s of memory
-    memory_efficiency: float = 0.8  # share of it that element-wise kernels reach
-    kernel_us: float = 3.0  # from the end of a kernel to the end of an empty one
-    launch_us: float = 6.0  # of the host, for a kernel that it launches
-    contention: float = 0.1  # seconds that computation loses to a second of a collective beside it; 1:
-    # nothing is computed meanwhile
-    waits: bool = False  # whether the host waits for each kernel, as on a CPU. Then `devices` are processors,
-    # which the ranks of a run share, however many there are
-    host_us: float = 0.0  # of a host that waits, for an instruction
-    context_gb: float = 0.5  # GB of memory for CUDA and its libraries
-    communicator_gb: float = 0.6  # GB of memory for a NCCL communicator (NVIDIA/nccl, issue 964: 0.54 GB for
-    # 2 ranks of an A100 node, 0.69 GB for more)
-    free_share: float = 0.05  # share of a device's memory that stays free: an allocator loses some to
-    # fragmentation, and kernels use some inside
+    tflops: float = key(312.0, "peak of products in 16 bits, without sparsity")
+    tflops_fp32: float = key(19.5, "and in fp32")
+    efficiency: float = key(0.7, "share of the peak that large products reach")
+    attention_efficiency: float = key(0.5, "share of the peak that attention in one kernel reaches")
+    attention_passes: float = key(0.0, "0: attention is one kernel. Above: software before such kernels, "
+                                  "whose forward reads or writes the matrix of [S, S] so many times (and "
+                                  "backward 1.3 times as often)")
+    units: int = key(108, "that compute tiles of a product at the same time")
+    tile: int = key(128, "a unit computes tiles of 2 tile x tile numbers; 1: no tiles")
+    half_dim: float = key(0.0, "shortest dim of a product that reaches half of its efficiency; 0: all alike")
+    exponential_ns: float = key(0.0, "of an exponential; 0: they take no time of their own, as on a GPU")
+    memory_gb: float = key(80.0, "GB of memory")
+    memory_gbps: float = key(16312.0, "Gbit/s of memory")
+    memory_efficiency: float = key(0.8, "share of it that element-wise kernels reach")
+    kernel_us: float = key(3.0, "from the end of a kernel to the end of an empty one")
+    launch_us: float = key(6.0, "of the host, for a kernel that it launches")
+    contention: float = key(0.1, "seconds that computation loses to a second of a collective beside it; 1: "
+                            "nothing is computed meanwhile")
+    waits: bool = key(False, "whether the host waits for each kernel, as on a CPU. Then `devices` are "
+                      "processors, which the ranks of a run share, however many there are")
+    host_us: float = key(0.0, "of a host that waits, for an instruction")
+    context_gb: float = key(0.5, "GB of memory for CUDA and its libraries")
+    communicator_gb: float = key(0.6, "GB of memory for a NCCL communicator (NVIDIA/nccl, issue 964: 0.54 GB "
+                                 "for 2 ranks of an A100 node, 0.69 GB for more)")
+    free_share: float = key(0.05, "share of a device's memory that stays free: an allocator loses some to "
+                            "fragmentation, and kernels use some inside")
     # ---- links
-    devices: int = 8  # of a node
-    node_gbps: float = 2400.0  # Gbit/s that a device sends to others of its node
-    node_efficiency: float = 0.75  # share of it that large messages reach
-    node_us: float = 5.0  # of a message inside a node
-    adapters: float = 8.0  # network adapters of a node
-    adapter_gbps: float = 200.0  # Gbit/s of an adapter
-    adapter_efficiency: float = 0.75  # share of it that large messages reach
-    adapter_us: float = 12.0  # of a message between nodes
+    devices: int = key(8, "of a node")
+    node_gbps: float = key(2400.0, "Gbit/s that a device sends to others of its node")
+    node_efficiency: float = key(0.75, "share of it that large messages reach")
+    node_us: float = key(5.0, "of a message inside a node")
+    adapters: float = key(8.0, "network adapters of a node")
+    adapter_gbps: float = key(200.0, "Gbit/s of an adapter")
+    adapter_efficiency: float = key(0.75, "share of it that large messages reach")
+    adapter_us: float = key(12.0, "of a message between nodes")
     # ---- the host
-    host_gbps: float = 800.0  # Gbit/s of host memory that a rank has for its optimizer step
-    host_memory_gb: float = 1000.0  # GB of a node
-    link_gbps: float = 200.0  # Gbit/s between device and host, each way
-    read_gbps: float = 24.0  # Gbit/s that a rank reads from its disk
-    write_gbps: float = 12.0  # Gbit/s that a rank writes to its disk
-    dollars: float = 0.0  # an hour of one device; 0: not known
+    host_gbps: float = key(800.0, "Gbit/s of host memory that a rank has for its optimizer step")
+    host_memory_gb: float = key(1000.0, "GB of a node")
+    link_gbps: float = key(200.0, "Gbit/s between device and host, each way")
+    read_gbps: float = key(24.0, "Gbit/s that a rank reads from its disk")
+    write_gbps: float = key(12.0, "Gbit/s that a rank writes to its disk")
+    dollars: float = key(0.0, "an hour of one device; 0: not known")
 
     @classmethod
     def parse(cls, text: str, default: str = DEFAULT) -> Hardware:

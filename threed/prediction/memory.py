@@ -21,9 +21,9 @@ from dataclasses import replace
 from typing import Any
 
 from threed.base.errors import InputError
-from threed.base.quantity import many, show_bytes, show_count
+from threed.base.quantity import BYTES, many, show_bytes, show_count
 from threed.optim.registry import OPTIMIZERS
-from threed.planner import make_plan
+from threed.planner import analyse
 from threed.program.summary import fixed_bytes, stages
 from threed.schema import Config, ZeroConfig
 
@@ -33,7 +33,7 @@ STAGES = (0, 1, 2, 3)
 def model_states(parameters: float, shards: int, dtype: str, master: bool,
                  optimizer: str = "adamw") -> dict[str, Any]:
     """Bytes a rank by stage, with gradients in `dtype` and in fp32. `parameters`: of a rank, before ZeRO."""
-    element = 4 if dtype == "fp32" else 2
+    element = BYTES[dtype]
     state = OPTIMIZERS[optimizer].bytes + (4 if dtype != "fp32" and master else 0)
     by_grad = {grad: {f"stage_{stage}": _bytes(stage, parameters, shards, element, grad, state)
                       for stage in STAGES}
@@ -62,7 +62,7 @@ def of_config(config: Config) -> dict[str, Any]:
     most."""
     values: dict[str, Any] = {"parameters": 0, "shards": config.shard_size}
     for stage in STAGES:
-        rows = stages(make_plan(at_stage(config, stage)))
+        rows = stages(analyse(at_stage(config, stage)))
         most = max(rows, key=fixed_bytes)
         values["parameters"] = max(values["parameters"], *(row["parameters"] for row in rows))
         values[f"stage_{stage}"] = fixed_bytes(most) - most["buffer_bytes"]

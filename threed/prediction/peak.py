@@ -19,9 +19,10 @@ from threed.base.quantity import show_bytes
 from threed.planner import make_mesh
 from threed.planner.from_config import config_of
 from threed.prediction.hardware import Hardware
+from threed.program.analysis import Analysis
 from threed.program.instruction import Instruction
+from threed.program.plan import Plan
 from threed.program.summary import fixed_bytes, stages
-from threed.program.table import Plan
 from threed.program.walk import channels
 from threed.schema import Config
 
@@ -48,19 +49,20 @@ class Peak(NamedTuple):
         return self.fixed_bytes + self.working_bytes + self.taken_bytes
 
 
-def peaks(plan: Plan, machine: Hardware, temporaries: Temporaries | None = None,
+def peaks(analysis: Analysis, machine: Hardware, temporaries: Temporaries | None = None,
           rows: list[dict[str, Any]] | None = None) -> list[Peak]:
     """The peak of each position. `temporaries`, `rows` (of `summary.stages`): where they are known already.
     """
     from threed.prediction.transient import peak_bytes  # torch
 
+    plan = analysis.plan
     held, of_device = temporaries or temporaries_of(plan), config_of(plan).run.device != "cpu"
     found = []
-    for position, row in enumerate(stages(plan) if rows is None else rows):
+    for position, row in enumerate(stages(analysis) if rows is None else rows):
         count = communicators(plan, position)
         context, opened = (machine.taken_bytes(0), machine.taken_bytes(count)) if of_device else (0, 0)
         found.append(Peak(position, fixed_bytes(row), row["activation_peak_bytes"],
-                          peak_bytes(plan, position, held), context, count, opened - context))
+                          peak_bytes(analysis, position, held), context, count, opened - context))
     return found
 
 

@@ -13,14 +13,16 @@ from threed.prediction.contention import PricedPlan, step
 from threed.prediction.hardware import Hardware
 from threed.prediction.peak import Peak, peaks, temporaries_of
 from threed.prediction.peak import show as show_peak
-from threed.program.buffers import buffers
-from threed.program.effects import Form
+from threed.program.analysis import Analysis
+from threed.program.forms import Form
 from threed.program.instruction import COMPUTE, Op
-from threed.program.link import Links, joined, links_of
-from threed.program.order import plan_links, simulated
+from threed.program.link import Links, joined
+from threed.program.names import SNAPSHOT, VERIFY
+from threed.program.order import simulated
+from threed.program.seam import seam_of
 from threed.program.show import timeline
 from threed.program.summary import stages
-from threed.program.table import SNAPSHOT, VERIFY, Plan
+from threed.program.traffic import moved_by
 from threed.program.walk import Cost, Mode, Walk, walk
 
 SAMPLES = 50  # points of memory over time
@@ -36,17 +38,17 @@ def report(priced: PricedPlan, machine: Hardware, verify_every: int = 0) -> dict
     longer the step is than if moves between tiers were free. `verify`: how much longer a step takes that is
     computed twice, and a step on average (without checksums)."""
     plan, cost = priced.plan, priced.cost
-    links = plan_links(plan, "train")
+    analysis, links = priced.analysis, priced.analysis.simulated("train")
     seconds, (when, total) = priced.seconds, priced.step
     from threed.prediction.transient import working  # torch
 
-    held, temporaries = stages(plan), temporaries_of(plan)
+    held, temporaries = stages(analysis), temporaries_of(plan)
     slower = total / when.total_s if when.total_s else 1.0  # ranks that share processors take turns
     rows = []
-    for position, peak in enumerate(peaks(plan, machine, temporaries, held)):
+    for position, peak in enumerate(peaks(analysis, machine, temporaries, held)):
         took = [end - start for start, end in zip(when.start[position], when.end[position], strict=True)]
         busy = slower * sum(_seconds(links[position], took, _works))
-        kept, mine = working(plan, position, temporaries), held[position]
+        kept, mine = working(analysis, position, temporaries), held[position]
         rows.append({
             "bubble": max(0.0, 1.0 - busy / total) if total else 0.0, "busy_s": busy,
             "peak_bytes": {"device": peak.total, "disk": mine["disk_bytes"],
@@ -61,12 +63,12 @@ def report(priced: PricedPlan, machine: Hardware, verify_every: int = 0) -> dict
     bubble = sum(row["bubble"] for row in rows) / len(rows)
     free_s = total
     if any(row["transfer_s"] for row in rows):
-        free_s = step(plan, lambda at, item: 0.0 if item.op in _BETWEEN_TIERS else cost(at, item),
+        free_s = step(analysis, lambda at, item: 0.0 if item.op in _BETWEEN_TIERS else cost(at, item),
                       priced.hardware).total_s
     return {"step_time": total, "bubble": bubble, "exposed_transfer_s": total - free_s,
-            "costs": priced.source, "digest": plan.digest,
-            "checkpoint": _checkpoint(plan, cost, when), "stages": rows, "slower": slower,
-            **_verifying(plan, cost, verify_every, slower)}
+            "costs": priced.source, "digest": analysis.digest,
+            "checkpoint": _checkpoint(analysis, cost, when), "stages": rows, "slower": slower,
+            **_verifying(analysis, cost, verify_every, slower)}
 
 
 def highest(values: Sequence[float], most: int) -> list[int]:
@@ -77,21 +79,21 @@ def highest(values: Sequence[float], most: int) -> list[int]:
             for first in range(0, len(values), every)]
 
 
-def _checkpoint(plan: Plan, cost: Cost, when: Walk) -> dict[str, float] | None:
+def _checkpoint(analysis: Analysis, cost: Cost, when: Walk) -> dict[str, float] | None:
     """For a checkpoint that is written while the run goes on: bytes a rank, seconds of the copy to the host,
     and the delay of the next step, whose STEPs wait for the copy. None where the plan makes no such copy.
     `when`: the walk of a step."""
-    table, copies = plan.table, plan.programs.get(SNAPSHOT)
+    table, copies = analysis.table, analysis.plan.programs.get(SNAPSHOT)
     if copies is None:
         return None
-    both = [joined(*links) for links in zip(links_of(plan, SNAPSHOT), links_of(plan, "train"), strict=True)]
-    links = [simulated(links, table, table.seam(position), buffers(plan, position))
+    both = [joined(*links) for links in zip(analysis.links(SNAPSHOT), analysis.links("train"), strict=True)]
+    links = [simulated(links, table, seam_of(table, position), analysis.buffers(position))
              for position, links in enumerate(both)]
-    copied = timeline(plan, SNAPSHOT, cost)
+    copied = timeline(analysis, SNAPSHOT, cost)
     longer = 0.0
     if any(_late(linked, *times) for linked, *times in zip(links, copied.end, when.start, strict=True)):
         longer = walk([linked.program for linked in links], links, Mode.BUFFERED, cost).total_s - when.total_s
-    return {"bytes": max(sum(table.moved(item) for item in copy) for copy in copies),
+    return {"bytes": max(sum(moved_by(table, item) for item in copy) for copy in copies),
             "copy_s": max(sum(cost(position, item) for item in copy) for position, copy in enumerate(copies)),
             "blocked_s": max(0.0, longer)}
 
@@ -108,10 +110,10 @@ def _late(links: Links, copied: Sequence[float], begun: Sequence[float]) -> bool
     return any(copied[first] > begun[then - count] for first, then in waits)
 
 
-def _verifying(plan: Plan, cost: Cost, every: int, slower: float) -> dict[str, Any]:
+def _verifying(analysis: Analysis, cost: Cost, every: int, slower: float) -> dict[str, Any]:
     if not every:
         return {}
-    rehearsal_s = slower * timeline(plan, VERIFY, cost).total_s
+    rehearsal_s = slower * timeline(analysis, VERIFY, cost).total_s
     return {"verify": {"every": every, "rehearsal_s": rehearsal_s, "step_s": rehearsal_s / every}}
 
 

@@ -17,8 +17,9 @@ from threed.base.errors import InputError
 from threed.prediction.analytic import cost as analytic_cost
 from threed.prediction.hardware import Hardware
 from threed.program.instruction import COMPUTE, Instruction, Op, Tier
+from threed.program.plan import Plan
 from threed.program.simulate import Costs, cost_of
-from threed.program.table import Plan, Table
+from threed.program.table import Table
 from threed.program.walk import Cost
 
 NEAR, FAR = 1.02, 3.0  # factors up to which a time counts as measured, and from which on it is a guess

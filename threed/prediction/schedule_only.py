@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from threed.base.errors import InputError
-from threed.config.validate import parse_limit
+from threed.base.quantity import parse_limit
 from threed.features.pipeline.plan import communicate, expand
 from threed.program.check import check_programs
-from threed.program.instruction import COMPUTE, Instruction, Op
+from threed.program.entries import ComputeUnit
+from threed.program.instruction import COMPUTE, PHASES, Instruction, Op
 from threed.program.link import link
-from threed.program.table import PHASES, ComputeUnit, Table
+from threed.program.table import Table
 from threed.program.walk import Mode, Walk, walk
 from threed.schedules.auto import search
 from threed.schedules.bound import Bound

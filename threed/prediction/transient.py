@@ -18,19 +18,22 @@ from typing import Any
 
 import torch
 
-from threed.comm.group import Comm, initialized
+from threed.comm.group import Comm
+from threed.comm.process import initialized
 from threed.features.pipeline.run import PipelineRun, built
 from threed.models.measure import silent_groups, weight_of
 from threed.models.tiling import layers_of, share_of, together
 from threed.planner import make_mesh
 from threed.planner.from_config import config_of
+from threed.program.analysis import Analysis
 from threed.program.effects import effects
 from threed.program.graphs import graphs
 from threed.program.instruction import COMPUTE, PARAMETER_KINDS, Instruction, Op, Slot
 from threed.program.link import Program
+from threed.program.plan import Plan
 from threed.program.slots import Slots
-from threed.program.summary import activations, alive_bytes
-from threed.program.table import Plan, Table
+from threed.program.summary import activations
+from threed.program.table import Table
 from threed.schema import Config
 from threed.spec.parameter import Cost
 from threed.tensor.alive import Alive
@@ -158,28 +161,29 @@ def _stream(config: Config, table: Table, compute: PipelineRun, slot: Slot) -> t
     return compute.stream(slot.unit).empty(slot.kind, torch.device("cpu"))
 
 
-def peak_bytes(plan: Plan, position: int, transient: Callable[[Instruction], int]) -> int:
+def peak_bytes(analysis: Analysis, position: int, transient: Callable[[Instruction], int]) -> int:
     """The most bytes that activations and temporaries of a position take together in a train step. With
     run.cuda_graphs they are in memory of the graphs."""
-    if not config_of(plan).run.cuda_graphs:
-        return _peak(plan, position, "train", transient)
-    held = graphs(plan, position, transient)
-    others = [_peak(plan, position, name, transient) for name in plan.programs if name != "train"]
+    if not config_of(analysis.plan).run.cuda_graphs:
+        return _peak(analysis, position, "train", transient)
+    held = graphs(analysis, position, transient)
+    others = [_peak(analysis, position, name, transient)
+              for name in analysis.plan.programs if name != "train"]
     return held.sets + max([held.beside, *others])  # the other programs run without graphs
 
 
-def _peak(plan: Plan, position: int, name: str, transient: Callable[[Instruction], int]) -> int:
-    return max(working(plan, position, transient, name), default=0)
+def _peak(analysis: Analysis, position: int, name: str, transient: Callable[[Instruction], int]) -> int:
+    return max(working(analysis, position, transient, name), default=0)
 
 
-def working(plan: Plan, position: int, transient: Callable[[Instruction], int],
+def working(analysis: Analysis, position: int, transient: Callable[[Instruction], int],
             name: str = "train") -> list[int]:
     """Bytes of activations and temporaries of a position at each instruction of a program."""
-    by_kind = alive_bytes(plan, position, name).by_kind
-    rows = [by_kind[kind] for kind in activations(plan.table) if kind in by_kind]
+    by_kind = analysis.memory(position, name).by_kind
+    rows = [by_kind[kind] for kind in activations(analysis.table) if kind in by_kind]
     held = map(sum, zip(*rows, strict=True)) if rows else repeat(0)
     return [size + (transient(item) if item.op in COMPUTE else 0)
-            for size, item in zip(held, plan.programs[name][position], strict=False)]
+            for size, item in zip(held, analysis.plan.programs[name][position], strict=False)]
 
 
 class _Alone(Comm):

@@ -7,18 +7,19 @@ from pathlib import Path
 from typing import Any
 
 from threed.base.errors import InputError, check_type
-from threed.base.quantity import parse_count
+from threed.base.quantity import BYTES, parse_count
 from threed.models.model import model_flops
 from threed.planner import make_mesh, make_plan
-from threed.planner.from_config import CONFIG, config_of, load_config, planned
+from threed.planner.from_config import CONFIG, analysed, config_of, load_config
 from threed.prediction.analytic import cost as analytic_cost
 from threed.prediction.contention import PricedPlan
 from threed.prediction.hardware import DEFAULT, OF_CPUS, Hardware
 from threed.prediction.peak import Peak, memory_of, too_much
 from threed.prediction.report import report
 from threed.prediction.rescale import transferred
+from threed.program.analysis import Analysis
 from threed.program.costs import device_of, read_costs
-from threed.program.table import Plan
+from threed.program.plan import Plan
 from threed.schema import Config
 
 
@@ -39,7 +40,7 @@ def predict(what: Config | Plan, hardware: str = "", costs: str | Path | None = 
 
     >>> threed.predict(threed.load("configs/toy.yaml"), "h100-sxm")["step_time"]
     """
-    machine, step = priced(planned(what), hardware, costs)
+    machine, step = priced(analysed(what), hardware, costs)
     return {**document(step, machine, parse_tokens(tokens)),
             "default_hardware": not hardware and costs is None}
 
@@ -53,19 +54,20 @@ def parse_tokens(tokens: float | str | None) -> float | None:
     return count
 
 
-def priced(plan: Plan, hardware: str, costs: str | Path | None) -> tuple[Hardware, PricedPlan]:
+def priced(analysis: Analysis, hardware: str, costs: str | Path | None) -> tuple[Hardware, PricedPlan]:
     """A machine, and a plan with its costs. The arguments are those of `predict`."""
+    plan = analysis.plan
     check_type("hardware", hardware, str, 'a text such as "h100-sxm,adapter_gbps=200"')
     check_type("costs", costs, (str, Path, None), "the folder of a run, or its costs.json")
     machine = Hardware.parse(hardware, OF_CPUS if config_of(plan).run.device == "cpu" else DEFAULT)
     if costs is None:
-        return machine, PricedPlan(plan, analytic_cost(plan, machine), machine.title, machine)
+        return machine, PricedPlan(analysis, analytic_cost(plan, machine), machine.title, machine)
     measured, digest, _ = read_costs(costs)
     source = f"{costs}" + (f", measured on {device}" if (device := device_of(costs)) else "")
-    if digest != plan.digest and (Path(costs) / CONFIG).exists():
+    if digest != analysis.digest and (Path(costs) / CONFIG).exists():
         moved = transferred(plan, machine, make_plan(load_config(Path(costs))), measured)
-        return machine, PricedPlan(plan, moved.cost, f"{source}, another plan: {moved}")
-    return machine, PricedPlan(plan, analytic_cost(plan, machine, measured), source)
+        return machine, PricedPlan(analysis, moved.cost, f"{source}, another plan: {moved}")
+    return machine, PricedPlan(analysis, analytic_cost(plan, machine, measured), source)
 
 
 def document(step: PricedPlan, machine: Hardware, tokens: float | None = None) -> dict[str, Any]:
@@ -83,7 +85,7 @@ def document(step: PricedPlan, machine: Hardware, tokens: float | None = None) -
 def _speed(config: Config, machine: Hardware, step_s: float, tokens: float | None) -> dict[str, Any]:
     """Tokens a second of all devices, their share of the peak, and a whole training."""
     ranks = make_mesh(config).size
-    peak = machine.peak(4 if config.precision.dtype == "fp32" else 2)
+    peak = machine.peak(BYTES[config.precision.dtype])
     done = model_flops(config.model, config.train.global_batch_size, config.train.micro_batch_size)
     rate = config.tokens_per_step / step_s if step_s else 0.0
     counted = config.model.counted

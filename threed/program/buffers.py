@@ -10,15 +10,15 @@ layer differ by a norm or a bias, and are not all alive at a time.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from itertools import chain
 from typing import NamedTuple
 
 from threed.base.quantity import ALIGNMENT, round_up
 from threed.program.effects import Effects
 from threed.program.instruction import Op, Slot, Tier
-from threed.program.link import Links, links_of
-from threed.program.table import Plan, Table
+from threed.program.link import Links, Program
+from threed.program.table import Table
 
 PIECE = 1 << 22  # elements of a gradient that are added at a time to a sum on the host
 Sizes = dict[int, int]  # elements of a buffer (bytes, of optimizer state) -> how many of that size
@@ -56,23 +56,16 @@ def _elements(sizes: Sizes) -> int:
     return sum(numel * count for numel, count in sizes.items())
 
 
-def buffers(plan: Plan, position: int) -> Buffers:
-    """The buffers that a rank of a position needs over all programs of the plan. The plan remembers them."""
-    if position not in plan.pools:
-        plan.pools[position] = _buffers(plan, position)
-    return plan.pools[position]
-
-
-def _buffers(plan: Plan, position: int) -> Buffers:
-    table = plan.table
+def count_buffers(table: Table, position: int, links: Sequence[Links]) -> Buffers:
+    """The buffers that a rank of a position needs over all programs of a plan. `links`: of each program."""
     held = table.stepped(position)
     # the sets of sizes that are alive together
     taken: dict[str, set[tuple[tuple[int, int], ...]]] = {"params": set(), "grads": set()}
     most: dict[str, Counter[int]] = {name: Counter() for name in Buffers.pools()}
-    for program in plan.programs:
+    for linked in links:
         alive: dict[str, Counter[int]] = {name: Counter() for name in most}
         inside: set[Slot] = set()
-        for effect in _pooled(links_of(plan, program)[position], table):
+        for effect in _pooled(linked, table):
             for slot in (*effect.writes, *effect.adds):
                 name = pool_of(slot, table)
                 if name is not None and slot not in inside:
@@ -95,7 +88,7 @@ def _buffers(plan: Plan, position: int) -> Buffers:
                                for numel, count in most["gshards"].items()})
     shared = {name: shared_sizes(times, units[name], spare=name == "grads") for name, times in taken.items()}
     return Buffers(**{name: dict(sizes) for name, sizes in most.items()} | shared,
-                   staging=_staging(table, held), adding=_adding(plan, position))
+                   staging=_staging(table, held), adding=_adding(table, links))
 
 
 def _pooled(links: Links, table: Table) -> Iterator[Effects]:
@@ -172,17 +165,17 @@ def _staging(table: Table, held: tuple[int, ...]) -> int:
     return max((table.parameters[unit].numel for unit in held), default=0) * table.elements.reduce * times
 
 
-def _adding(plan: Plan, position: int) -> int:
+def _adding(table: Table, links: Sequence[Links]) -> int:
     """Elements of the buffer through which a gradient is added, a piece at a time, to what the host has of it
     from earlier in the step: 0 where every gradient goes to the host once."""
-    sizes = (plan.table.shard_numel(unit) for name in plan.programs
-             for unit, count in lowered(plan, position, name).items() if count > 1)
+    sizes = (table.shard_numel(unit) for linked in links
+             for unit, count in lowered(table, linked.program).items() if count > 1)
     return min(PIECE, max(sizes, default=0))
 
 
-def lowered(plan: Plan, position: int, program: str = "train") -> Counter[int]:
+def lowered(table: Table, program: Program) -> Counter[int]:
     """Parameter unit -> how often a reduced part of its gradient goes to the host in a program, of units
     whose parts are added up there. All but the first bring the sum to the device, where the part is added to
     it, and back: they move twice as much."""
-    return Counter(item.unit for item in plan.programs[program][position]
-                   if item.op == Op.OFFLOAD and item.kind == "gshard" and plan.table.streams(item.unit))
+    return Counter(item.unit for item in program
+                   if item.op == Op.OFFLOAD and item.kind == "gshard" and table.streams(item.unit))

@@ -16,40 +16,43 @@ from operator import itemgetter
 
 from threed.base.errors import PlanError
 from threed.base.mesh import GROUPS
+from threed.program.analysis import Analysis
 from threed.program.effects import Effects
 from threed.program.instruction import BACKWARDS, Instruction, Op, Slot
-from threed.program.link import Links, Program, link
-from threed.program.table import (
-    DELAYED_STEPS,
-    FORWARD_ONLY,
-    GENERATE,
-    SNAPSHOT,
-    VERIFY,
-    WAITING,
-    Plan,
-    Table,
-)
+from threed.program.link import Links, Program
+from threed.program.names import DELAYED_STEPS, FORWARD_ONLY, GENERATE, SNAPSHOT, VERIFY, WAITING
+from threed.program.plan import Plan
+from threed.program.seam import seam_of
+from threed.program.table import Table
 from threed.program.walk import Mode, all_meet, channels, walk
 
 
-def check(plan: Plan) -> dict[str, list[Links]]:
-    """Raise PlanError unless every program of the plan can run and does all of its work. Returns the links of
-    each program."""
-    for name, programs in plan.programs.items():
-        plan.linked[name] = check_programs(name, programs, plan.table)
-    return dict(plan.linked)
+def check(plan: Plan) -> Analysis:
+    """Raise PlanError unless every program of the plan can run and does all of its work. Returns what was
+    derived from the plan for it."""
+    analysis = Analysis(plan)
+    for name in plan.programs:
+        check_program(analysis, name)
+    return analysis
 
 
 def check_programs(name: str, programs: Sequence[Program], table: Table) -> list[Links]:
-    """Check the programs of all positions that run together. `evaluate`, `generate` and the snapshot programs
-    do not train; every other program does."""
+    """Check the programs of all positions that run together, without a plan: see `check_program`."""
+    analysis = Analysis(Plan(table, {name: [*map(tuple, programs)]}))
+    check_program(analysis, name)
+    return analysis.links(name)
+
+
+def check_program(analysis: Analysis, name: str) -> None:
+    """Check one program of all positions. `evaluate`, `generate` and the snapshot programs do not train;
+    every other program does."""
+    programs, table = analysis.plan.programs[name], analysis.table
     if len(programs) != table.num_positions:
         raise PlanError(f"program '{name}' has {len(programs)} positions, but the table has "
                         f"{table.num_positions}")
-    links = []
-    for position, program in enumerate(programs):
-        seam, ends = table.seam(position, name), table.seam(position, name, end=True)
-        linked = link(program, table, position, seam)
+    links = analysis.links(name)
+    for position, (program, linked) in enumerate(zip(programs, links, strict=True)):
+        ends = seam_of(table, position, name, end=True)
         _check_fields(name, programs, position, linked)
         if linked.faults:
             raise PlanError(describe(name, programs, position, *linked.faults[0]))
@@ -61,14 +64,12 @@ def check_programs(name: str, programs: Sequence[Program], table: Table) -> list
                                      f"the program ends here and {what}"))
         _check_complete(name, programs, position, table, linked)
         _check_copies(name, programs, position, linked)
-        links.append(linked)
     _check_channels(name, programs)
     _check_collectives(name, programs, table, links)
     for mode in () if all_meet(links) else Mode:
         if stuck := walk(programs, links, mode).stuck:
             raise PlanError(f"deadlock ({mode.value}): each of these waits for another\n" + "\n".join(
                 describe(name, programs, position, index, "never runs") for position, index in stuck))
-    return links
 
 
 def describe(name: str, programs: Sequence[Program], position: int, index: int, reason: str) -> str:

@@ -7,13 +7,27 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from operator import itemgetter, mod
-from typing import Any
+from typing import Any, NamedTuple
 
-from threed.program.entries import WHOLE_MESSAGES
 from threed.program.instruction import Instruction
+from threed.program.settings import WHOLE_MESSAGES
 
-# Fields of a table that are left out while they have this value: digests of plans without them stay.
-_LATER = {"logits": None, "trains": True, "messages": asdict(WHOLE_MESSAGES)}
+# The format of what is hashed. Traces and costs hold digests of older versions: a plan that could be made
+# before a field was there keeps its digest. So a new field needs a line in SINCE and no new format. Only a
+# change to what older plans hash to needs a new FORMAT, and with it all plans get new digests.
+FORMAT = 1
+
+
+class Since(NamedTuple):
+    """A field that came after format 1 did: it is left out while it has this value."""
+
+    of: str  # table, or parameter: of each parameter unit
+    field: str
+    default: Any
+
+
+SINCE = (Since("table", "logits", None), Since("table", "trains", True),
+         Since("table", "messages", asdict(WHOLE_MESSAGES)), Since("parameter", "trains", True))
 
 
 class _Formats(dict[tuple[Any, ...], str]):
@@ -36,16 +50,16 @@ def digest_of(table: Any, programs: Mapping[str, Sequence[Sequence[Instruction]]
     # Of json.dumps([asdict(table), programs], sort_keys=True), but instructions that differ by their
     # micro-batch alone are formatted once.
     values = asdict(table)
-    for name, usual in _LATER.items():
-        if values[name] == usual:
-            del values[name]
-    for unit in values["parameters"].values():
-        if unit["trains"]:
-            del unit["trains"]
+    places = {"table": [values], "parameter": [*values["parameters"].values()]}
+    for since in SINCE:
+        for place in places[since.of]:
+            if place[since.field] == since.default:
+                del place[since.field]
     for unit in values["units"]:  # what was there first was a running softmax: its bytes
         output = unit.pop("output")
         unit["running_bytes"] = (output and (list(output) if output[2] else output[0])) or 0
-    digest = hashlib.sha256(f"[{json.dumps(values, sort_keys=True)}, {{".encode())
+    begin = "" if FORMAT == 1 else f"{FORMAT} "  # format 1 did not say so
+    digest = hashlib.sha256(f"{begin}[{json.dumps(values, sort_keys=True)}, {{".encode())
     formats = _Formats()
     for number, (name, positions) in enumerate(sorted(programs.items())):
         digest.update(f"{', ' if number else ''}{json.dumps(name)}: [".encode())

@@ -12,14 +12,13 @@ through slots and their memory (`order`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import compress, product
-from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from threed.base.mesh import GROUPS
+from threed.program.entries import gradient_kind
 from threed.program.instruction import PARTS, WHOLES, WORDS, Instruction, Op, Slot, Tier
-from threed.program.table import Table, gradient_kind
+from threed.program.table import Table
 
 
 class Effects(NamedTuple):
@@ -35,90 +34,34 @@ class Effects(NamedTuple):
         """Effects of a form -> of its instruction for a micro-batch."""
         if microbatch <= 0:
             return self
-        changed = (tuple([slot._replace(microbatch=microbatch) if slot.microbatch >= 0 else slot
-                          for slot in slots]) for slots in self.slots)
-        return Effects._make((self.lane, *changed, self.groups))
+        return self._with([tuple([slot._replace(microbatch=microbatch) if slot.microbatch >= 0 else slot
+                                  for slot in slots]) for slots in self.slots])
 
     def parts(self, first: Callable[[Slot], bool]) -> tuple[Effects | None, Effects | None]:
         """The same with some of the slots, and with the others; None without any."""
-        ones = [tuple([slot for slot in slots if first(slot)]) for slots in self.slots]
-        others = [tuple([slot for slot in slots if not first(slot)]) for slots in self.slots]
-        return tuple(Effects._make((self.lane, *slots, self.groups)) if any(slots) else None
-                     for slots in (ones, others))  # pyright: ignore[reportReturnType]
+        ones, others = ([tuple([slot for slot in slots if first(slot) is wanted]) for slots in self.slots]
+                        for wanted in (True, False))
+        return self._with(ones) if any(ones) else None, self._with(others) if any(others) else None
+
+    def _with(self, slots: Sequence[tuple[Slot, ...]]) -> Effects:
+        """The same with other slots, in the order of the fields."""
+        return Effects(self.lane, *slots, groups=self.groups)
 
     @property
     def slots(self) -> tuple[tuple[Slot, ...], ...]:
         """All that it does to slots, in the order of the fields."""
-        return self[1:6]
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Form:
-    """What instructions have in common that differ by their micro-batch alone: a plan has millions of
-    instructions of a few hundred forms. The slots of a micro-batch are used by its own instructions alone."""
-
-    item: Instruction  # one of them: of micro-batch 0, or of none
-    effect: Effects  # of that one
-    own: Effects | None  # the part that is about slots of the micro-batch
-    shared: Effects | None  # the part that is about slots of no micro-batch
+        return self.reads, self.writes, self.adds, self.updates, self.frees
 
 
 def effects(instruction: Instruction, table: Table, position: int) -> Effects:
     """Effects of one instruction of a position's program. Raises KeyError where the instruction names
     something that does not exist."""
-    return form_of(instruction, table, position).effect.of(instruction.microbatch)
-
-
-def form_of(instruction: Instruction, table: Table, position: int) -> Form:
-    """The form of an instruction of a position's program. KeyError as for `effects`."""
-    # Instructions without a micro-batch are rare. The fields of the others, without the micro-batch, are
-    # fewer: the keys differ.
-    key = _FIELDS(instruction) if instruction.microbatch >= 0 else instruction
-    form = table.forms[position].get(key)
-    if form is None:
-        form = table.forms[position][key] = _form(instruction, table, position)
-    return form
-
-
-def forms_of(program: Sequence[Instruction], table: Table, position: int) -> list[Form]:
-    """The form of each instruction of a program. KeyError as for `effects`."""
-    known = _Known(table, position)
-    forms: list[Any] = list(map(known.__getitem__, map(_FIELDS, program)))  # written for speed
-    for index in [index for index, item in enumerate(program) if item[2] < 0 or forms[index] is None]:
-        forms[index] = form_of(program[index], table, position)
-    return forms
-
-
-class _Known(dict[tuple[Any, ...], Any]):
-    """Forms of instructions of micro-batches, by their other fields; None where there is no such form."""
-
-    def __init__(self, table: Table, position: int):
-        super().__init__(table.forms[position])
-        self.table, self.position = table, position
-
-    def __missing__(self, fields: tuple[Any, ...]) -> Form | None:
-        try:
-            item = Instruction._make([*fields[:_AT], 0, *fields[_AT:]])
-            form = form_of(item, self.table, self.position)
-        except KeyError:
-            form = None
-        return self.setdefault(fields, form)
-
-
-_AT = Instruction._fields.index("microbatch")
-_FIELDS = itemgetter(*(at for at in range(len(Instruction._fields)) if at != _AT))
-_WORDS = frozenset(product(*(WORDS[field] for field in ("keep", "gradients", "age"))))
-
-
-def _form(instruction: Instruction, table: Table, position: int) -> Form:
     if (instruction.keep, instruction.gradients, instruction.age) not in _WORDS:
         raise KeyError(f"{instruction}: the words that a field may hold are {WORDS}")
-    rule = _EFFECTS[instruction.op]
-    effect = rule(instruction, table, position)  # its KeyError names the instruction
-    if instruction.microbatch > 0:
-        instruction = instruction._replace(microbatch=0)
-        effect = rule(instruction, table, position)
-    return Form(instruction, effect, *effect.parts(lambda slot: slot.microbatch >= 0))
+    return _EFFECTS[instruction.op](instruction, table, position)  # its KeyError names the instruction
+
+
+_WORDS = frozenset(product(*(WORDS[field] for field in ("keep", "gradients", "age"))))
 
 
 # ---- forward and backward
@@ -174,7 +117,7 @@ def _recompute(item: Instruction, table: Table, _: int) -> Effects:
     kept, passed = (Slot("kept", unit, microbatch),), _passed(item, table)
     return Effects("compute", (*_params(table, unit), *kept, *passed.reads),
                    (Slot("saved", unit, microbatch),),
-                   updates=passed.makes, frees=kept, groups=table.groups[item.op, item.unit])
+                   updates=passed.makes, frees=kept, groups=table.groups_of(item))
 
 
 def _backward(item: Instruction, table: Table, _: int) -> Effects:
@@ -190,14 +133,14 @@ def _backward(item: Instruction, table: Table, _: int) -> Effects:
         adds = (*_wgrads(table, unit), *adds)
     else:
         writes = (*writes, Slot("operands", unit, microbatch))
-    return Effects("compute", reads, writes, adds=adds, frees=used, groups=table.groups[item.op, item.unit])
+    return Effects("compute", reads, writes, adds=adds, frees=used, groups=table.groups_of(item))
 
 
 def _backward_weight(item: Instruction, table: Table, _: int) -> Effects:
     _computes(item, table)
     operands = (Slot("operands", item.unit, item.microbatch),)
     return Effects("compute", operands, adds=_wgrads(table, item.unit), frees=operands,
-                   groups=table.groups[item.op, item.unit])
+                   groups=table.groups_of(item))
 
 
 def _slots(kind: str, unit: int, microbatch: int, exists: bool) -> tuple[Slot, ...]:

@@ -1,9 +1,13 @@
-"""Entries of the table: what a unit hands to others, what becomes of its gradient, what it makes."""
+"""Entries of the table: compute units and parameter units, and what they say of tensors and gradients."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import NamedTuple
+
+from threed.program.instruction import Tier
+from threed.spec.kernels import Kernel
+from threed.spec.parameter import Outflow
 
 
 class Handed(NamedTuple):
@@ -35,30 +39,47 @@ class Reduction(NamedTuple):
 
 
 @dataclass(frozen=True)
-class MessageSettings:
-    """Which messages between positions the ranks of a group send a part each of: the pass of
-    features/pipeline/parts reads it. (All ranks of the group hold the same.)"""
+class ComputeUnit:
+    name: str
+    layers: tuple[int, int]  # first, one past the last
+    stage: int
+    parameters: tuple[int, ...]  # parameter units that it uses
+    kernels: tuple[Kernel, ...]  # of a micro-batch, this rank's share
+    saved_bytes: int  # kept from FORWARD to BACKWARD, a micro-batch
+    operand_bytes: int  # kept from BACKWARD_INPUT to BACKWARD_WEIGHT
+    traffic: dict[str, dict[str, int]]  # phase (forward, input, weight) -> axis -> bytes sent in that phase
+    recompute: bool = False  # whether FORWARD keeps only its input, and RECOMPUTE computes the rest again
+    makes: tuple[Handed, ...] = ()
+    reads: tuple[Read, ...] = ()
+    loss: bool = False  # whether it adds to the loss; the last unit does, and has no other output
+    adds: bool = False  # whether it only adds to its input: it keeps nothing, and passes its gradient on
+    output: Outflow | None = None  # None: the residual stream
+    again: tuple[Kernel, ...] = ()  # kernels of forward that BACKWARD computes again
 
-    group: str = ""  # empty: each rank sends the whole
-    parts: int = 1  # ranks in that group
-    least: int = 0  # bytes of the smallest message that is cut
-    # Position -> its node: messages inside a node are not cut. Empty: all messages are cut.
-    nodes: tuple[int, ...] = ()
-
-    def cuts(self, size: int, here: int, there: int) -> bool:
-        """Whether a message of so many bytes from one position to another is cut."""
-        far = not self.nodes or self.nodes[here] != self.nodes[there]
-        return bool(self.group) and far and size >= self.least
-
-
-WHOLE_MESSAGES = MessageSettings()
+    @property
+    def forward_flops(self) -> int:
+        """Of products of a micro-batch, this rank's share."""
+        return sum(kernel.flops for kernel in self.kernels)
 
 
 @dataclass(frozen=True)
-class LogitsSettings:
-    """What the program `generate` makes: logits of the last token of each sequence, in the units of the head
-    (a head that is cut into tiles is several)."""
+class ParameterUnit:
+    name: str
+    positions: tuple[int, ...]  # pipeline positions that hold it (two for a tied embedding)
+    numel: int  # this rank's elements, padded to a multiple of its shards
+    padding: int  # elements of numel that are padding
+    shard_group: str  # the group over which it is sharded
+    shards: int  # ranks in that group
+    reductions: tuple[Reduction, ...]  # of its gradient, in order
+    state_home: Tier = Tier.DEVICE  # tier of its optimizer state and its STEP (disk: STEP runs on the host)
+    weight_home: Tier = Tier.DEVICE  # tier of this rank's part of the parameters
+    # Whether it stays whole from its first use in a step to its last (under ZeRO-3: small), in its buffer.
+    whole: bool = True
+    # False: it is frozen. It has no gradient, no state and no STEP; and where it stays whole, every rank
+    # holds all of it all the time, and nothing is gathered.
+    trains: bool = True
 
-    microbatches: int  # of the program
-    bytes: dict[int, int]  # unit -> of its logits of a micro-batch, all ranks' parts together
-    sent: dict[int, dict[str, int]]  # unit -> axis -> bytes that a rank sends in a FORWARD that makes them
+
+def gradient_kind(name: str) -> str:
+    """The kind of the slot in which the gradient of a handed tensor is added up."""
+    return f"g{name}"

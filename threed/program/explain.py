@@ -8,12 +8,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from threed.base.quantity import show_bytes
-from threed.program.buffers import buffers
+from threed.program.analysis import Analysis
 from threed.program.effects import effects
 from threed.program.instruction import PARAMETER_KINDS, Instruction, Op, Slot
-from threed.program.link import link
-from threed.program.order import run_links
-from threed.program.table import Plan, Table
+from threed.program.table import Table
+from threed.program.traffic import moved_by, sent_by
 
 SHOWN = 5  # instructions that wait, and ranks that take part
 
@@ -27,13 +26,12 @@ def origin(stages: Sequence[tuple[str, Sequence[Instruction]]], program: Sequenc
     return next((name for name, stage in stages if Counter(stage)[item] > turn), None)
 
 
-def explain(plan: Plan, name: str, position: int, index: int) -> dict[str, Any]:
+def explain(analysis: Analysis, name: str, position: int, index: int) -> dict[str, Any]:
     """One instruction as values: everything that the plan alone says about it."""
-    program, table = plan.programs[name][position], plan.table
+    program, table = analysis.plan.programs[name][position], analysis.table
     item = program[index]
     effect = effects(item, table, position)
-    links = link(program, table, position, table.seam(position, name))
-    waited = run_links(program, table, position, table.seam(position, name), buffers(plan, position))
+    links, waited = analysis.links_at(name, position), analysis.run_links(name, position)
     # Those whose results it uses, and those that use the memory into which it writes.
     before = [sorted({*used, *others})
               for used, others in zip(links.producers, waited.producers, strict=True)]
@@ -46,8 +44,8 @@ def explain(plan: Plan, name: str, position: int, index: int) -> dict[str, Any]:
         "after": [f"{at}  {program[at]}" for at in before[index]],
         "waits for it": [f"{at}  {program[at]}" for at, earlier in enumerate(before) if index in earlier],
         "groups": list(effect.groups),
-        "sends": {axis: size for axis, size in table.sent(item).items() if size},
-        "moves": {effect.lane: size} if (size := table.moved(item)) else {},
+        "sends": {axis: size for axis, size in sent_by(table, item).items() if size},
+        "moves": {effect.lane: size} if (size := moved_by(table, item)) else {},
     }
 
 

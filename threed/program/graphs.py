@@ -17,11 +17,12 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from threed.program.buffers import buffers
-from threed.program.effects import Effects, effects
+from threed.program.analysis import Analysis
+from threed.program.effects import Effects
 from threed.program.instruction import COMPUTE, PARAMETER_KINDS, Instruction, Op, Slot, Tier
 from threed.program.order import Users
-from threed.program.table import Plan, Table
+from threed.program.seam import seam_of
+from threed.program.table import Table
 
 PROGRAM = "train"  # it runs step after step; the other programs run without graphs
 
@@ -59,10 +60,11 @@ class Graphs(NamedTuple):
         return sum(self.peaks.values())
 
 
-def graphs(plan: Plan, position: int, transient: Callable[[Instruction], int] | None = None) -> Graphs:
+def graphs(analysis: Analysis, position: int,
+           transient: Callable[[Instruction], int] | None = None) -> Graphs:
     """The graphs of a position's train step. `transient`: bytes that an instruction holds beside its
     slots."""
-    passes, ends, beside = _passes(plan, position)
+    passes, ends, beside = _passes(analysis, position)
     free_at: dict[int, list[int]] = {}  # stage -> for each of its sets, the end of the last pass that had it
     variants: dict[Any, int] = {}
     used: set[tuple[int, int]] = set()  # (set, variant)
@@ -80,7 +82,7 @@ def graphs(plan: Plan, position: int, transient: Callable[[Instruction], int] | 
         used.add((number, variant))
         turns |= {step.index: Turn(GraphKey(step.item.op, step.item.unit, stage, number, variant),
                                    step.params, step.grads) for step in steps}
-        peak = _peak(steps, plan.table, transient or (lambda _: 0))
+        peak = _peak(steps, analysis.table, transient or (lambda _: 0))
         peaks[stage, number] = max(peaks.get((stage, number), 0), peak)
     return Graphs(turns, peaks, beside)
 
@@ -96,13 +98,13 @@ class _Step(NamedTuple):
     alike: tuple[Any, ...]  # equal for instructions that may replay the same graph
 
 
-def _passes(plan: Plan, position: int) -> tuple[dict[tuple[int, int], list[_Step]],
-                                                dict[tuple[int, int], int], int]:
+def _passes(analysis: Analysis, position: int) -> tuple[dict[tuple[int, int], list[_Step]],
+                                                        dict[tuple[int, int], int], int]:
     """(stage, micro-batch) -> its compute instructions; and the last instruction that uses what they make.
     Then the most bytes of what is alive beside that."""
-    table, program = plan.table, plan.programs[PROGRAM][position]
-    start = table.seam(position, PROGRAM)
-    users = Users(table, start, buffers(plan, position))
+    table, links = analysis.table, analysis.links_at(PROGRAM, position)
+    start = seam_of(table, position, PROGRAM)
+    users = Users(table, start, analysis.buffers(position))
     passes: dict[tuple[int, int], list[_Step]] = {}
     ends: dict[tuple[int, int], int] = {}
     maker: dict[Slot, tuple[int, int]] = {}
@@ -110,8 +112,7 @@ def _passes(plan: Plan, position: int) -> tuple[dict[tuple[int, int], list[_Step
     begun = {slot for slot in start if slot.kind == "wgrad"}  # gradients to which something has been added
     outside: dict[Slot, int] = {}
     most = 0
-    for index, item in enumerate(program):
-        effect = effects(item, table, position)
+    for index, (item, effect) in enumerate(zip(links.program, links.effects, strict=True)):
         params = [slot for slot in effect.reads if slot.kind == "param"]
         memory = [users.buffers.get(slot) for slot in params]
         users.occupy(index, effect)

@@ -20,9 +20,10 @@ from itertools import accumulate
 from operator import add
 from typing import NamedTuple
 
-from threed.program.effects import Effects, Form, form_of, forms_of
+from threed.program.effects import Effects
+from threed.program.forms import Form, Forms
 from threed.program.instruction import Instruction, Slot
-from threed.program.table import Plan, Table
+from threed.program.table import Table
 
 Program = Sequence[Instruction]
 Pair = tuple[int, int]  # (an instruction, a later one that uses what it has made)
@@ -37,7 +38,7 @@ class Strand(NamedTuple):
     pairs: list[Pair]  # of places in `forms`
 
 
-@dataclass(frozen=True)
+@dataclass
 class Links:
     """The result of `link` for one program."""
 
@@ -84,12 +85,15 @@ class Links:
         return strands, shared
 
 
-def link(program: Program, table: Table, position: int, start: set[Slot]) -> Links:
-    """Follow the slots of a program from those alive at its start, none of which is of a micro-batch."""
+def link(program: Program, table: Table, position: int, start: set[Slot],
+         known: Forms | None = None) -> Links:
+    """Follow the slots of a program from those alive at its start, none of which is of a micro-batch.
+    `known`: forms of this table, where somebody has made some already."""
+    known = known or Forms(table)
     try:
-        forms, unknown = forms_of(program, table, position), []
+        forms, unknown = known.of(program, position), []
     except KeyError:
-        forms, unknown = _known_forms(program, table, position)
+        forms, unknown = _known_forms(program, known, position)
     links = Links(program, forms, _strands(program, forms), [], set(), unknown)
     of_strands, shared = links.split()
     followed = follow(shared, start)
@@ -114,21 +118,12 @@ def joined(before: Links, after: Links) -> Links:
                  after.alive, [])
 
 
-def links_of(plan: Plan, name: str) -> list[Links]:
-    """The links of a plan's program, one a position. The plan remembers them."""
-    known, programs = plan.linked.get(name, []), plan.programs[name]
-    if [links.program for links in known] != programs:
-        known = plan.linked[name] = [link(program, plan.table, position, plan.table.seam(position, name))
-                                     for position, program in enumerate(programs)]
-    return known
-
-
-def _known_forms(program: Program, table: Table, position: int) -> tuple[list[Form], list[tuple[int, str]]]:
+def _known_forms(program: Program, known: Forms, position: int) -> tuple[list[Form], list[tuple[int, str]]]:
     """The forms of a program, and a fault for each instruction that has none."""
     forms, faults = [], []
     for index, item in enumerate(program):
         try:
-            forms.append(form_of(item, table, position))
+            forms.append(known.form(item, position))
         except KeyError as error:
             faults.append((index, f"names something that does not exist: {error.args[0]}"))
             forms.append(Form(item, Effects("compute"), None, None))

@@ -21,11 +21,12 @@ from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple
 
-from threed.program.buffers import Buffers, buffers, pool_of, size_in
-from threed.program.effects import Effects, Form
+from threed.program.buffers import Buffers, pool_of, size_in
+from threed.program.effects import Effects
+from threed.program.forms import Form
 from threed.program.instruction import MESSAGES, Op, Slot, Tier
-from threed.program.link import Links, Pair, Program, Step, follow, link, links_of
-from threed.program.table import Plan, Table
+from threed.program.link import Links, Pair, Step, follow
+from threed.program.table import Table
 
 
 class Order(NamedTuple):
@@ -40,10 +41,9 @@ class Order(NamedTuple):
     copies: dict[Slot, int]  # copy for a checkpoint -> its job, which may outlast the program
 
     @classmethod
-    def of(cls, program: Program, table: Table, position: int, name: str, pools: Buffers) -> Order:
-        """The order of the program `name`. `pools`: the plan's for this position."""
-        links = run_links(program, table, position, table.seam(position, name), pools)
-        effects = links.effects
+    def of(cls, links: Links) -> Order:
+        """The order of a program. `links`: as `run_links` returns them."""
+        program, effects = links.program, links.effects
         jobs = [index for index, item in enumerate(program) if effects[index].lane != "compute"
                 and item.op not in MESSAGES]
         copies = {slot: index for index in jobs for slot in effects[index].updates if slot.kind == "snapshot"}
@@ -55,23 +55,10 @@ class Order(NamedTuple):
                    sorted(last.values()), copies)
 
 
-def run_links(program: Program, table: Table, position: int, start: set[Slot], pools: Buffers) -> Links:
-    """The links of a program of which the producers are all instructions that are waited for."""
-    links = link(program, table, position, start)
-    pairs = [(need, index) for index, needs in enumerate(waits(program, links, table, start, pools))
-             for need in needs]
+def run_links(links: Links, table: Table, start: set[Slot], pools: Buffers) -> Links:
+    """Links of which the producers are all instructions that are waited for."""
+    pairs = [(need, index) for index, needs in enumerate(waits(links, table, start, pools)) for need in needs]
     return replace(links, strands=[strand._replace(pairs=[]) for strand in links.strands], shared=pairs)
-
-
-def plan_links(plan: Plan, name: str) -> list[Links]:
-    """The links of each position of a plan, as `simulated`. The plan remembers them."""
-    links = links_of(plan, name)
-    known, waited = plan.waited.get(name, (None, []))
-    if known is not links:
-        waited = [simulated(linked, plan.table, plan.table.seam(position, name), buffers(plan, position))
-                  for position, linked in enumerate(links)]
-        plan.waited[name] = links, waited
-    return waited
 
 
 def simulated(links: Links, table: Table, start: set[Slot], pools: Buffers) -> Links:
@@ -117,7 +104,7 @@ def _across(pairs: Iterable[Pair], forms: Sequence[Form]) -> Iterator[Pair]:
             yield first, then
 
 
-def waits(program: Program, links: Links, table: Table, start: set[Slot], pools: Buffers) -> list[list[int]]:
+def waits(links: Links, table: Table, start: set[Slot], pools: Buffers) -> list[list[int]]:
     """The instructions of other lanes for which each instruction waits."""
     memory = Users(table, start, pools)
     known = _Known([effect.lane for effect in links.effects])
@@ -125,7 +112,7 @@ def waits(program: Program, links: Links, table: Table, start: set[Slot], pools:
                              for index, (producers, effect) in enumerate(zip(links.producers, links.effects))]
     for need, index in _kept_moves(links.forms):
         needs[index].add(need)
-    return [known.add(index, needs[index], item.op in MESSAGES) for index, item in enumerate(program)]
+    return [known.add(index, needs[index], item.op in MESSAGES) for index, item in enumerate(links.program)]
 
 
 def _kept_moves(forms: Sequence[Form]) -> Iterator[Pair]:

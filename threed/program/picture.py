@@ -8,9 +8,9 @@ from typing import NamedTuple
 from xml.sax.saxutils import escape
 
 from threed.base.quantity import show_seconds
+from threed.program.analysis import Analysis
 from threed.program.instruction import COMPUTE, Instruction, Op
 from threed.program.show import timeline
-from threed.program.table import Plan
 from threed.program.walk import Walk
 
 COLORS = {Op.FORWARD: "#4c78a8", Op.RECOMPUTE: "#9ecae9", Op.BACKWARD: "#f58518",
@@ -53,12 +53,13 @@ def blocks(program: Sequence[Instruction], start: Sequence[float], end: Sequence
     return drawn
 
 
-def picture(plan: Plan, name: str = "train") -> str:
+def picture(analysis: Analysis, name: str = "train") -> str:
     """The timeline of a program, with the costs of `unit_cost`, as SVG."""
+    plan = analysis.plan
     schedule = plan.config.parallel.schedule + ", " if plan.config else ""
     table = plan.table
     title = f"{schedule}{table.num_positions} positions, {table.num_microbatches} micro-batches, {name}"
-    return svg(plan.programs[name], timeline(plan, name), title, lambda time: f"{time:g}",
+    return svg(plan.programs[name], timeline(analysis, name), title, lambda time: f"{time:g}",
                "forwards of a stage")
 
 

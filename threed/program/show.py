@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 
+from threed.program.analysis import Analysis
 from threed.program.instruction import COMPUTE, Instruction, Op
-from threed.program.order import plan_links
-from threed.program.table import Plan, Table
-from threed.program.walk import Mode, Walk, walk
+from threed.program.plan import Plan
+from threed.program.table import Table
+from threed.program.walk import Cost, Mode, Walk, walk
 
 _LETTERS = {Op.FORWARD: "F", Op.RECOMPUTE: "R", Op.BACKWARD: "B", Op.BACKWARD_INPUT: "B",
             Op.BACKWARD_WEIGHT: "W"}
 _NAME = 6  # characters of a position's name
 
 
-def unit_cost(table: Table):
+def unit_cost(table: Table) -> Cost:
     """Costs for pictures: FORWARD of a stage takes 1 and BACKWARD takes 2 (each half 1), split over the units
     of the stage."""
     counts = [0] * len(table.stage_positions)
@@ -29,18 +30,19 @@ def unit_cost(table: Table):
     return cost
 
 
-def timeline(plan: Plan, name: str = "train", cost=None) -> Walk:
+def timeline(analysis: Analysis, name: str = "train", cost: Cost | None = None) -> Walk:
     """When each instruction runs, where every lane runs by itself."""
-    return walk(plan.programs[name], plan_links(plan, name), Mode.BUFFERED, cost or unit_cost(plan.table))
+    return walk(analysis.plan.programs[name], analysis.simulated(name), Mode.BUFFERED,
+                cost or unit_cost(analysis.table))
 
 
-def grid(plan: Plan, name: str = "train", most: int = 160, columns: int | None = None) -> str:
+def grid(analysis: Analysis, name: str = "train", most: int = 160, columns: int | None = None) -> str:
     """One row a position, one cell a unit of time: what the position computes then (F3 is FORWARD of
     micro-batch 3). Of `most` cells at most; `columns`: of a terminal, below whose edge rows go on."""
-    table, when = plan.table, timeline(plan, name)
+    table, when = analysis.table, timeline(analysis, name)
     width = len(str(table.num_microbatches - 1)) + 2
     rows, longest = [], 0
-    for position, program in enumerate(plan.programs[name]):
+    for position, program in enumerate(analysis.plan.programs[name]):
         drawn: dict[int, str] = {}
         for index, instruction in enumerate(program):
             if instruction.op in COMPUTE:

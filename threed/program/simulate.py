@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from threed.base.errors import InputError
+from threed.program.analysis import Analysis
 from threed.program.instruction import COMPUTE, Instruction, Op
 from threed.program.show import timeline
-from threed.program.table import Plan
 from threed.program.walk import Cost, Walk
 
 Costs = Mapping[tuple[int, Op, int], float]  # (position, op, unit) -> seconds
@@ -51,16 +51,16 @@ def cost_of(costs: Costs) -> Cost:
     return cost
 
 
-def predict(plan: Plan, costs: Costs, name: str = "train") -> Prediction:
+def predict(analysis: Analysis, costs: Costs, name: str = "train") -> Prediction:
     """Step time and bubbles from the measured costs of instructions.
 
     Transfers that overlap compute are taken as free here, so a measured bubble is at least the predicted one.
     """
     cost = cost_of(costs)
-    walk = timeline(plan, name, cost)
+    walk = timeline(analysis, name, cost)
     total = walk.total_s or 1.0
     bubble = []
-    for position, program in enumerate(plan.programs[name]):
+    for position, program in enumerate(analysis.plan.programs[name]):
         busy = sum(cost(position, item) for item in program if item.op in COMPUTE or item.op == Op.STEP)
         bubble.append(max(0.0, 1.0 - busy / total))
     return Prediction(walk.total_s, bubble, walk)

@@ -8,10 +8,13 @@ from typing import Any
 from threed.base.mesh import AXES
 from threed.base.quantity import ring, show_bytes, show_count
 from threed.base.texttable import render
-from threed.program.buffers import buffers, lowered
+from threed.program.analysis import Analysis
+from threed.program.buffers import lowered
 from threed.program.instruction import WHOLES, Op, Slot, Tier
-from threed.program.link import Memory, links_of, memory
-from threed.program.table import Plan, Table
+from threed.program.link import Memory
+from threed.program.seam import seam_of
+from threed.program.table import Table
+from threed.program.traffic import moved_by, sent_by
 
 
 def activations(table: Table) -> tuple[str, ...]:
@@ -20,7 +23,7 @@ def activations(table: Table) -> tuple[str, ...]:
     return (*kinds, "logits") if table.logits else kinds
 
 
-def stages(plan: Plan) -> list[dict[str, Any]]:
+def stages(analysis: Analysis) -> list[dict[str, Any]]:
     """One object a pipeline position: parameters and bytes of one of its ranks, and its collectives and bytes
     sent in a train step.
 
@@ -32,26 +35,27 @@ def stages(plan: Plan) -> list[dict[str, Any]]:
     that slots of each kind take over the step, on all tiers. `frozen`, where there are any, are parameters
     that are not trained, and the bytes of gradients, optimizer state and reductions that they would take.
     """
-    positions = range(plan.table.num_positions)
-    return [stage(plan, position, alive_bytes(plan, position)) for position in positions]
+    positions = range(analysis.table.num_positions)
+    return [stage(analysis, position, analysis.memory(position)) for position in positions]
 
 
-def stage(plan: Plan, position: int, alive: Memory) -> dict[str, Any]:
-    """The object of one position. `alive`: its bytes in a train step, as `alive_bytes` returns them."""
-    table, links = plan.table, links_of(plan, "train")[position]
+def stage(analysis: Analysis, position: int, alive: Memory) -> dict[str, Any]:
+    """The object of one position. `alive`: its bytes in a train step, as `Analysis.memory` returns them."""
+    table, links = analysis.table, analysis.links_at("train", position)
     sent: Counter[str] = Counter(dict.fromkeys(AXES, 0))
     moved: Counter[str] = Counter()
     counts: Counter[Op] = Counter()
     for form, count in Counter(links.forms).items():
-        sent.update({axis: count * size for axis, size in table.sent(form.item).items()})
+        sent.update({axis: count * size for axis, size in sent_by(table, form.item).items()})
         if form.item.op in (Op.OFFLOAD, Op.FETCH):
-            moved[form.effect.lane] += count * table.moved(form.item)
+            moved[form.effect.lane] += count * moved_by(table, form.item)
         # A REDUCE on the compute lane sums in place; it is not counted.
         if form.item.op != Op.REDUCE or form.effect.lane != "compute":
             counts[form.item.op] += count
-    for unit, times in lowered(plan, position).items():  # sums that come up to be added to, on the same lane
+    # Sums that come up to be added to, on the same lane.
+    for unit, times in lowered(table, links.program).items():
         moved["d2h"] += (times - 1) * table.size(Slot("gshard", unit))
-    pools, away = buffers(plan, position), _away(table, position)
+    pools, away = analysis.buffers(position), _away(table, position)
     held = table.stepped(position)
     return {
         "parameters": sum(table.parameters[p].numel - table.parameters[p].padding
@@ -101,7 +105,7 @@ def _frozen(table: Table, position: int) -> dict[str, int]:
 
 def _snapshot_bytes(table: Table, position: int) -> int:
     """Bytes of the copy from which a checkpoint is written while the run goes on."""
-    return sum(table.size(slot) for slot in table.seam(position) if slot.kind == "snapshot")
+    return sum(table.size(slot) for slot in seam_of(table, position) if slot.kind == "snapshot")
 
 
 def _away(table: Table, position: int) -> dict[Tier, int]:
@@ -116,12 +120,6 @@ def _away(table: Table, position: int) -> dict[Tier, int]:
             kinds = ("gshard", "gprev") if table.update.delayed else ("gshard",)
             sizes[Tier.HOST] += sum(table.size(Slot(kind, p, tier=Tier.HOST)) for kind in kinds)
     return sizes
-
-
-def alive_bytes(plan: Plan, position: int, name: str = "train") -> Memory:
-    """Bytes of a position's slots over a program."""
-    return memory(plan.programs[name][position], plan.table, links_of(plan, name)[position],
-                  plan.table.seam(position, name))
 
 
 def fixed_bytes(row: dict[str, Any]) -> int:

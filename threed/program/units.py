@@ -9,7 +9,8 @@ from typing import Any
 
 from threed.base.quantity import show_bytes
 from threed.program.instruction import Slot
-from threed.program.table import Plan, Table
+from threed.program.plan import Plan
+from threed.program.table import Table
 
 # Parameter unit -> names and shapes of its parameters on one rank.
 Contents = Mapping[int, Sequence[tuple[str, tuple[int, ...]]]]

@@ -22,7 +22,7 @@ from itertools import chain, repeat
 from typing import NamedTuple
 
 from threed.base.mesh import GROUPS
-from threed.program.effects import Form
+from threed.program.forms import Form
 from threed.program.instruction import MESSAGES, Instruction, Op
 from threed.program.link import Links, Program
 

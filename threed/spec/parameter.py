@@ -83,12 +83,12 @@ class Parameter:
     unpadded: int | None = None  # length of dim 0 without vocabulary padding
     tile: Tile = WHOLE
     tied: bool = False  # two layers use it, and it is a parameter unit of its own
-    # Axes over which its gradient must be summed: each rank holds all of it, for heads of its own. (An axis
-    # that cuts the sequence needs no name here.)
-    apart: tuple[str, ...] = ()
+    # Axes over which its gradient must be summed: each rank holds all of it, and has a part of its gradient.
+    # (An axis that cuts the sequence needs no name here.)
+    partial_over: tuple[str, ...] = ()
     trains: bool = True  # False: it is frozen: it has no gradient and no state of the optimizer
-    # seed -> all initial values, in fp32; None: they are drawn by `std`.
-    made: Callable[[int], Any] | None = field(default=None, compare=False, repr=False)
+    # seed -> all initial values, in fp32; None: as `std`, `uniform` and `fill` say.
+    init: Callable[[int], Any] | None = field(default=None, compare=False, repr=False)
 
     @property
     def numel(self) -> int:
@@ -113,7 +113,7 @@ class Parameter:
     @cached_property
     def stored(self) -> tuple[int, ...]:
         """The shape of the whole parameter, in which the runs of a dim are a dim of their own before it."""
-        return tuple(size for dim, length in enumerate(self.shape) for size in self._apart(dim, length))
+        return tuple(size for dim, length in enumerate(self.shape) for size in self._runs(dim, length))
 
     def part(self, ranks: Mapping[str, int],
              place: Mapping[str, int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -121,7 +121,7 @@ class Parameter:
         axis is missing; `place`: axis -> the rank's index."""
         offset, shape = [0] * len(self.stored), list(self.stored)
         for cut in self.cuts:
-            dim = sum(len(self._apart(before, 0)) for before in range(cut.dim + 1)) - 1
+            dim = sum(len(self._runs(before, 0)) for before in range(cut.dim + 1)) - 1
             index, count = place.get(cut.axis, 0), ranks.get(cut.axis, 1)
             if cut.axis == TILES:
                 index, count = self.tile
@@ -136,9 +136,9 @@ class Parameter:
     def module_shape(self, ranks: Mapping[str, int]) -> tuple[int, ...]:
         """The shape of a rank's part inside a layer, where the runs of a dim follow each other."""
         sizes = iter(self.local_shape(ranks))
-        return tuple(math.prod(next(sizes) for _ in self._apart(dim, 0)) for dim in range(len(self.shape)))
+        return tuple(math.prod(next(sizes) for _ in self._runs(dim, 0)) for dim in range(len(self.shape)))
 
-    def _apart(self, dim: int, length: int) -> tuple[int, ...]:
+    def _runs(self, dim: int, length: int) -> tuple[int, ...]:
         """A dim as (runs, length of a run), or as (length,) where it is one run."""
         runs = max((cut.runs for cut in self.cuts if cut.dim == dim), default=1)
         return (length,) if runs == 1 else (runs, length // runs)

@@ -44,7 +44,7 @@ class Added(NamedTuple):
         return list(map(Factors, self.rows, self.scales, matrices[::2], matrices[1::2]))
 
 
-def apart(adapters: Sequence[tuple[Any, ...]]) -> tuple[Added, list[torch.Tensor]]:
+def separated(adapters: Sequence[tuple[Any, ...]]) -> tuple[Added, list[torch.Tensor]]:
     """(the adapters without their matrices, the matrices), of values as in Factors."""
     each = [Factors(*adapter) for adapter in adapters]
     return (Added([one.rows for one in each], [one.scale for one in each]),

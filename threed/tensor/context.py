@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch.utils._pytree import tree_map
 
 from threed.comm.group import Group
+from threed.devices import device_of
 from threed.schema import ModelConfig
 from threed.spec.parameter import NOT_COUNTED, Tile
 from threed.tensor import fused_loss
@@ -111,7 +112,7 @@ class Context:
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """As Fused.rms_norm, or torch's kernel."""
-        if x.is_cuda and hasattr(torch, "_fused_rms_norm") and not self.fused.compile:
+        if device_of(x.device).rms_norm and hasattr(torch, "_fused_rms_norm") and not self.fused.compile:
             return F.rms_norm(x, x.shape[-1:], weight, eps)
         return self.fused.rms_norm(x, weight, eps)
 

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from threed.devices import device_of
 from threed.tensor.fused import Body, Fused, rotate, rotate_backward
 
 
@@ -133,7 +134,7 @@ def _varlen(q_BNSE: torch.Tensor, k_BKSE: torch.Tensor, v_BKSE: torch.Tensor,
     q, k, v = (each.transpose(1, 2).flatten(0, 1) for each in (q_BNSE, k_BKSE, v_BKSE))  # [B S, heads, E]
     sizes = [stop - first for _, first, stop in documents.runs()]
     starts = torch.tensor([0, *accumulate(sizes)], dtype=torch.int32)
-    if q.is_cuda:
+    if device_of(q.device).asynchronous:
         starts = starts.pin_memory().to(q.device, non_blocking=True)
     out = varlen_attn(q, k, v, starts, starts, max(sizes), max(sizes), **call)
     assert isinstance(out, torch.Tensor)

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 
 from threed.base.console import say
 from threed.base.errors import ThreedError
+from threed.devices import device_of
 from threed.tensor.fused_loss import LossKernels, Separate
 from threed.tensor.random import keyed, mask_of
 
@@ -44,7 +45,7 @@ class Fused:
 
     def kernels(self, device: torch.device) -> LossKernels | None:
         """Those of the loss on a device; None where separate operations compute it, in chunks."""
-        if not self.compile or device.type != "cuda":
+        if not self.compile or not device_of(device).triton:
             return None
         return self._fallback or _triton()
 

@@ -74,7 +74,7 @@ class WeightGrads:
 
     def __init__(self) -> None:
         self.put_off: list[Callable[[], Any]] | None = None
-        # (state, number of a parameter) of each gradient that is added to, while a graph is recorded
+        # (a unit's gradient, number of the parameter) of each addition, while a graph is recorded
         self.taken: list[Any] | None = None
 
     def take(self, weight: torch.Tensor, grad: torch.Tensor,
@@ -268,7 +268,7 @@ class ColumnParallelLinear(megatron.ColumnParallelLinear):
     def forward(self, x: torch.Tensor,  # pyright: ignore[reportIncompatibleMethodOverride]
                 added: Sequence[tuple[Any, ...]] = ()) -> torch.Tensor:
         """`added`: adapters, as Factors."""
-        rest, matrices = adapters.apart(added)
+        rest, matrices = adapters.separated(added)
         return _Column.apply(x, self.weight, self.bias, self, rest, *matrices)  # pyright: ignore
 
 
@@ -285,7 +285,7 @@ class RowParallelLinear(megatron.RowParallelLinear):
     def forward(self, x: torch.Tensor,  # pyright: ignore[reportIncompatibleMethodOverride]
                 added: Sequence[tuple[Any, ...]] = ()) -> torch.Tensor:
         """`added`: adapters, as Factors."""
-        rest, matrices = adapters.apart(added)
+        rest, matrices = adapters.separated(added)
         output = _Row.apply(x, self.weight, self, rest, *matrices)
         return output if self.bias is None else output + self.bias  # pyright: ignore
 

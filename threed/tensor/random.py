@@ -43,9 +43,9 @@ def draw(into: torch.Tensor, parameter: Parameter, part: Part, seed: int, start:
     blocks at a time, and the whole parameter is the same on every mesh. Rows that pad the vocabulary are
     zero.
     """
-    if parameter.made is not None:
+    if parameter.init is not None:
         offset, shape = part
-        whole = parameter.made(seed)
+        whole = parameter.init(seed)
         for dim, (first, length) in enumerate(zip(offset, shape, strict=True)):
             whole = whole.narrow(dim, first, length)
         into.copy_(whole.reshape(-1)[start:start + len(into)])
@@ -72,7 +72,7 @@ def draw_in_place(into: torch.Tensor, parameter: Parameter, part: Part, seed: in
     """As `draw`, of the same distributions, but random values are drawn where the tensor is, by its device's
     own generator: at the speed of its memory, and other ones on another mesh or device. For what is
     measured, not trained."""
-    if parameter.made is not None or parameter.std == parameter.uniform == 0.0:
+    if parameter.init is not None or parameter.std == parameter.uniform == 0.0:
         draw(into, parameter, part, seed, start)
         return
     if parameter.uniform:

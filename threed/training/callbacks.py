@@ -82,7 +82,7 @@ class Tracing(Callback):
 
     def on_start(self, trainer: Trainer) -> None:
         folder, first = Path(trainer.config.run.dir), trainer.step_number + 1
-        self.writer = TraceWriter(folder, trainer.plan, trainer.comm, first)
+        self.writer = TraceWriter(folder, trainer.engine.analysis, trainer.comm, first)
 
     def on_step_end(self, trainer: Trainer, step: Step) -> None:
         if step.trace.name != "train":  # with delayed updates a few steps run other programs
@@ -121,7 +121,7 @@ class Evaluation(Callback):
     def on_step_end(self, trainer: Trainer, step: Step) -> None:
         every = trainer.config.train.eval_every
         if every and step.number % every == 0:
-            with trainer.meter.apart():
+            with trainer.meter.excluded():
                 step.metrics["val/loss"] = self._evaluate(trainer)
 
     def _evaluate(self, trainer: Trainer) -> float:
@@ -160,7 +160,7 @@ class Writing(Callback):
         train = trainer.config.train
         if not train.sample_every or step.number % train.sample_every:
             return
-        with trainer.meter.apart():
+        with trainer.meter.excluded():
             texts = self.writer.write(self.prompts, Sampling(train.sample_tokens, train.sample_temperature,
                                                              seed=train.seed))
         if trainer.log:

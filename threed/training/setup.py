@@ -22,15 +22,17 @@ from threed.base.version import __version__
 from threed.checkpoint.choose import begin_lineage
 from threed.checkpoint.load import Resumed, resume
 from threed.checkpoint.save import tidy
-from threed.comm.group import Comm, ProcessComm
+from threed.comm.group import Comm
+from threed.comm.process import ProcessComm
 from threed.config import validate
 from threed.data.identity import identity
 from threed.data.mix import open_splits, report
 from threed.data.prompts import keep_tokenizer
 from threed.data.tokens import Prepared, prepare
+from threed.devices import device_of, pick
 from threed.engine import shared
 from threed.engine.connect import warm
-from threed.engine.device import attention, compiles, pick_device, set_up, shortcomings
+from threed.engine.device import attention, compiles, set_up, shortcomings
 from threed.engine.engine import Engine
 from threed.engine.gpu import hosts, stay_beside
 from threed.engine.loopback import channel_pairs
@@ -40,10 +42,10 @@ from threed.monitor.log import CLOSE_S, FAILED_S, Log
 from threed.monitor.state import FAILED
 from threed.optim import native
 from threed.optim.registry import OPTIMIZERS
-from threed.planner import Pipeline, make_mesh, make_pipeline, make_plan
+from threed.planner import Pipeline, analyse, make_mesh, make_pipeline
 from threed.planner.facts import undivided, unequal
 from threed.planner.from_config import save_config
-from threed.program.table import Plan
+from threed.program.analysis import Analysis
 from threed.schema import Config
 from threed.training.callbacks import in_order
 from threed.training.hooks import Callback
@@ -75,13 +77,13 @@ def train(job: Job, local_rank: int, requests: Requests, watch: Watch, store: An
     """
     config = job.config
     set_up(config)
-    comm, plan = connect(config, watch, pick_device(config, local_rank), store)
+    comm, analysis = connect(config, watch, pick(config.run.device, local_rank), store)
     looks = local_rank == 0  # at shared files, for its host
     prepared = _share_data(job, watch, comm, requests, store, looks)
     data = open_splits(config, prepared)
-    check_room(plan, comm)
-    with running(config, plan, comm, watch) as engine:
-        log = _open_log(config, plan, comm, watch, closing) if watch.rank == 0 else None
+    check_room(analysis.plan, comm)
+    with running(config, analysis, comm, watch) as engine:
+        log = _open_log(config, analysis, comm, watch, closing) if watch.rank == 0 else None
         with watch.phase("see that run.dir is shared", waits=False):
             shared.same_folder(comm, Path(config.run.dir), watch.hosts, config.run.timeout_s, looks)
         marks.mark("load")
@@ -115,10 +117,10 @@ def _begin(prepared: Prepared, resumed: Resumed, log: Log | None) -> None:
 
 
 @contextmanager
-def running(config: Config, plan: Plan, comm: ProcessComm, watch: Watch) -> Iterator[Engine]:
+def running(config: Config, analysis: Analysis, comm: ProcessComm, watch: Watch) -> Iterator[Engine]:
     """An engine, which the watch follows. It is closed at the end; where nothing has failed, so are the watch
     and the connections."""
-    watch.engine = engine = Engine(config, plan, comm)
+    watch.engine = engine = Engine(config, analysis.plan, comm, analysis=analysis)
     try:
         yield engine
     finally:
@@ -129,7 +131,7 @@ def running(config: Config, plan: Plan, comm: ProcessComm, watch: Watch) -> Iter
 
 
 def connect(config: Config, watch: Watch, device: torch.device, store: Any,
-            planning: Callable[[Config, Pipeline], Plan] = make_plan) -> tuple[ProcessComm, Plan]:
+            planning: Callable[[Config, Pipeline], Analysis] = analyse) -> tuple[ProcessComm, Analysis]:
     """Connect this rank with the others, and agree with them on a plan, which `planning` makes."""
     stay_beside(device)
     with watch.phase("connect"):
@@ -140,13 +142,13 @@ def connect(config: Config, watch: Watch, device: torch.device, store: Any,
     with watch.phase("agree on a plan", waits=False):
         # Rank 0 plans: on another machine a search may round differently, and a file may be missing.
         pipeline = comm.broadcast(make_pipeline(config) if watch.rank == 0 else None)
-        plan = planning(config, pipeline)
-        _agree(comm, config, plan.digest)
+        analysis = planning(config, pipeline)
+        _agree(comm, config, analysis.digest)
     with watch.phase("connect pipeline positions"):
-        comm.open_channels(channel_pairs(plan))
-        if device.type == "cuda":
+        comm.open_channels(channel_pairs(analysis.plan))
+        if device_of(device).backend != "gloo":
             warm(comm)
-    return comm, plan
+    return comm, analysis
 
 
 def _share_data(job: Job, watch: Watch, comm: Comm, requests: Requests, store: Any, looks: bool) -> Prepared:
@@ -167,19 +169,20 @@ def _share_data(job: Job, watch: Watch, comm: Comm, requests: Requests, store: A
     return prepared
 
 
-def _open_log(config: Config, plan: Plan, comm: Comm, watch: Watch, closing: ExitStack) -> Log:
+def _open_log(config: Config, analysis: Analysis, comm: Comm, watch: Watch, closing: ExitStack) -> Log:
     """Rank 0's log, which locks the folder for this run, with the run's first lines."""
     log = Log(config)
     closing.callback(_close_log, log, watch)
     tidy(config)
+    plan = analysis.plan
     lines = [*validate.warnings(config), *undivided(config, plan.programs["train"]), *unequal(config)]
     for line in [*lines, *_without_compiler(config, comm.device), *shortcomings(config, comm.device)]:
         log.say(f"warning: {line}")
     chosen = attention(config, comm.device)
-    log.say(f"{comm.mesh.draw()}\n{len(plan)} instructions, plan {plan.digest}, {comm.device.type}, "
+    log.say(f"{comm.mesh.draw()}\n{len(plan)} instructions, plan {analysis.digest}, {comm.device.type}, "
             f"attention: {chosen}{', deterministic' if config.run.deterministic else ''}")
     log.say(size_line(config))
-    if (found := predicted_s(config, plan, comm.device)) is not None:
+    if (found := predicted_s(config, analysis, comm.device)) is not None:
         watch.pace.expect(found[0])
         if found[0] > LONG_S:
             log.say(step_line(*found), always=True)

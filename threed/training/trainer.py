@@ -20,7 +20,8 @@ from threed.engine.verify import Verifier
 from threed.engine.watch import Watch
 from threed.monitor.log import Log
 from threed.monitor.measure import Meter
-from threed.program.table import EVALUATE, Plan
+from threed.program.names import EVALUATE
+from threed.program.plan import Plan
 from threed.schema import Config
 from threed.tensor.context import Batch
 from threed.tensor.documents import Documents
@@ -58,7 +59,7 @@ class Trainer:
         self.train_split, self.validation_split = data
         self.tokenizer = tokenizer
         self._requests = requests
-        self.meter, self.verifier = Meter(self.config, self.plan, self.comm), Verifier(engine)
+        self.meter, self.verifier = Meter(self.config, engine.analysis, self.comm), Verifier(engine)
         self.checkpoints = Checkpoints(self.config, engine, watch, log, resumed, self._saved)
         self.skipped = Skipped(engine, self.checkpoints, self.say, resumed.manifest.get("skipped", 0))
         self.samples: int = resumed.manifest.get("samples", 0)  # of the training split, so far
@@ -139,7 +140,7 @@ class Trainer:
         verify = bool(every) and number % every == 0
         rehearsal = None
         if verify:
-            with self.meter.apart():
+            with self.meter.excluded():
                 rehearsal = self.verifier.rehearse(batch)
         self.meter.begin()
         clipped, trace = (self.verifier.step if verify else self.engine.train_step)(batch)

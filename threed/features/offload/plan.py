@@ -16,7 +16,8 @@ from collections.abc import Callable
 from functools import partial
 
 from threed.program.instruction import Instruction, Op, Programs, Tier, insert
-from threed.program.table import DELAYED_STEPS, Table
+from threed.program.names import DELAYED_STEPS
+from threed.program.table import Table
 
 Program = list[Instruction]
 

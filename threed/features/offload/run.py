@@ -9,6 +9,7 @@ import torch
 
 from threed.comm.group import Comm
 from threed.comm.lanes import Job, copy
+from threed.devices import device_of
 from threed.program.buffers import Buffers
 from threed.program.instruction import Instruction, Op, Slot, Tier
 from threed.program.slots import Slots
@@ -16,17 +17,37 @@ from threed.program.table import Table
 from threed.tensor.pool import Pool
 
 
-class Offloaded(Protocol):
-    """The part of a parameter unit's interface that moves data between tiers. zero.state.UnitState implements
-    and documents it."""
+class OffloadedWeights(Protocol):
+    """zero.weights.Weights."""
 
-    def lower_gradient(self) -> Job: ...
-    def raise_weights(self, slot: Slot, brought: torch.Tensor | None) -> tuple[torch.Tensor, Job]: ...
-    def write_state(self) -> Job: ...
-    def write_weights(self, buffer: torch.Tensor) -> Job: ...
-    def room_for_state(self) -> torch.Tensor: ...
-    def room_for_weights(self) -> torch.Tensor: ...
-    def read(self, name: str, into: torch.Tensor) -> None: ...
+    def fetch(self) -> tuple[torch.Tensor, Job]: ...
+    def refresh(self) -> tuple[torch.Tensor, Job]: ...
+    def stage(self) -> tuple[torch.Tensor, Job]: ...
+    def offload(self) -> Job: ...
+
+
+class OffloadedGradient(Protocol):
+    """zero.gradient.Gradient."""
+
+    def offload(self) -> Job: ...
+
+
+class OffloadedState(Protocol):
+    """zero.optimizer_state.OptimizerState."""
+
+    def fetch(self) -> tuple[torch.Tensor, Job]: ...
+    def offload(self) -> Job: ...
+
+
+class Offloaded(Protocol):
+    """What moves between tiers of a parameter unit. zero.units.UnitState has and documents it."""
+
+    @property
+    def weights(self) -> OffloadedWeights: ...
+    @property
+    def gradient(self) -> OffloadedGradient: ...
+    @property
+    def optimizer_state(self) -> OffloadedState: ...
     def take_snapshot(self, waiting: bool) -> Job | None: ...
 
 
@@ -34,7 +55,8 @@ class OffloadRun:
     def __init__(self, comm: Comm, table: Table, buffers: Buffers, dtype: torch.dtype,
                  states: Mapping[int, Offloaded]):
         self.comm, self.table, self.states = comm, table, states
-        self.kept = Pool(buffers.host_kept, dtype, torch.device("cpu"), pinned=comm.device.type == "cuda")
+        self.kept = Pool(buffers.host_kept, dtype, torch.device("cpu"),
+                         pinned=device_of(comm.device).asynchronous)
         self.handlers: dict[Op, Callable[[Instruction, Slots], Job | None]] = {Op.OFFLOAD: self.offload,
                                                                                Op.FETCH: self.fetch}
 
@@ -47,23 +69,24 @@ class OffloadRun:
             return state.take_snapshot(instruction.age == "prev")
         slots.put(here.below, True)
         if here.kind == "gshard":
-            return state.lower_gradient()
-        return state.write_state() if here.kind == "state" else state.write_weights(slots.get(here))
+            return state.gradient.offload()
+        return state.optimizer_state.offload() if here.kind == "state" else state.weights.offload()
 
     def fetch(self, instruction: Instruction, slots: Slots) -> Job:
         here = instruction.slot
         if here.kind in ("kept", "kpart"):
             return self._bring_back(here, slots)
         state = self.states[here.unit]
-        if here.tier == Tier.DEVICE:
-            brought = None if here.below == self.table.weight(here.unit) else slots.get(here.below)
-            value, job = state.raise_weights(here, brought)
-            slots.put(here, value)
-            return job
-        name = "state" if here.kind == "state" else "weights"
-        buffer = state.room_for_state() if name == "state" else state.room_for_weights()
-        slots.put(here, buffer)
-        return lambda: state.read(name, buffer)
+        if here.kind == "state":
+            value, job = state.optimizer_state.fetch()
+        elif here.tier == Tier.HOST:
+            value, job = state.weights.stage()
+        elif here == self.table.weight(here.unit):
+            value, job = state.weights.refresh()
+        else:
+            value, job = state.weights.fetch()
+        slots.put(here, value)
+        return job
 
     def _keep_on_host(self, here: Slot, slots: Slots) -> Job:
         value = slots.get(here)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from threed.devices import device_of
 from threed.program.instruction import Instruction, Op
 from threed.tensor.context import Batch
 
@@ -40,7 +41,7 @@ class Feed:
 
     def ahead(self, microbatch: int) -> None:
         """Called when a reader of a micro-batch has been issued: on a GPU, read and copy the next one."""
-        if self.device.type == "cuda" and microbatch in self._next:
+        if device_of(self.device).asynchronous and microbatch in self._next:
             self._load(self._next.pop(microbatch))
 
     def _load(self, microbatch: int) -> Batch:

@@ -15,9 +15,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from threed.base.mesh import Mesh
-from threed.program.effects import effects
-from threed.program.entries import WHOLE_MESSAGES, MessageSettings
+from threed.program.forms import Forms
 from threed.program.instruction import MESSAGES, PARTS, Instruction, Op, Programs, Slot
+from threed.program.settings import WHOLE_MESSAGES, MessageSettings
 from threed.program.table import Table
 from threed.schema import Config
 
@@ -64,7 +64,7 @@ def in_parts(programs: Programs, table: Table) -> Programs:
     what reads the value that came."""
     if not table.messages.group:
         return programs
-    result = []
+    result, forms = [], Forms(table)
     for position, program in enumerate(programs):
         out: list[Instruction] = []
         came: set[Slot] = set()  # of which only a part is here
@@ -76,7 +76,7 @@ def in_parts(programs: Programs, table: Table) -> Programs:
                     came.add(item.slot)
                 out.append(item._replace(kind=PARTS[item.kind]))
                 continue
-            for slot in effects(item, table, position).reads if came else ():
+            for slot in forms.effects(item, position).reads if came else ():
                 if slot in came:
                     came.remove(slot)
                     out.append(Instruction(Op.JOIN, slot.unit, slot.microbatch, kind=slot.kind))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from threed.base.errors import PlanError
-from threed.program.effects import forms_of
+from threed.program.forms import Forms
 from threed.program.instruction import COMPUTE, Instruction, Op, Programs
 from threed.program.table import Table
 from threed.schedules.orders import Order
@@ -102,7 +102,7 @@ class _Passing(NamedTuple):
 
 def _passing(program: Sequence[Instruction], table: Table, position: int) -> list[_Passing]:
     """Of each instruction."""
-    forms = forms_of(program, table, position)
+    forms = Forms(table).of(program, position)
     known = {}
     for form in dict.fromkeys(forms):
         item, takes = form.item, 0.0

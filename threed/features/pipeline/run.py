@@ -22,9 +22,10 @@ from threed.comm.lanes import Handle
 from threed.features.pipeline.feed import Feed
 from threed.models.layers.base import Layer, Out
 from threed.models.tiling import layers_of, share_of
+from threed.program.entries import gradient_kind
 from threed.program.instruction import WHOLES, Instruction, Op, Slot
 from threed.program.slots import Slots
-from threed.program.table import Table, gradient_kind
+from threed.program.table import Table
 from threed.schema import Config
 from threed.tensor.context import Batch, Context
 from threed.tensor.halves import Halves

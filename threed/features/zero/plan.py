@@ -20,9 +20,11 @@ from collections import defaultdict
 from typing import NamedTuple
 
 from threed.base.mesh import GROUPS
-from threed.program.effects import forms_of
+from threed.program.entries import Reduction
+from threed.program.forms import Forms
 from threed.program.instruction import Instruction, Op, Programs, insert
-from threed.program.table import Elements, Reduction, Table
+from threed.program.settings import Elements
+from threed.program.table import Table
 
 Program = list[Instruction]
 
@@ -97,7 +99,7 @@ def _reduce(program: Program, table: Table, position: int) -> tuple[Program, Pro
     """The program with its REDUCEs; and the REDUCEs that come after the whole program."""
     added: dict[int, list[int]] = defaultdict(list)  # parameter unit -> instructions that add to its gradient
     users: dict[int, set[int]] = defaultdict(set)  # parameter unit -> compute units of these instructions
-    forms = forms_of(program, table, position)
+    forms = Forms(table).of(program, position)
     adds = {form: units for form in dict.fromkeys(forms)
             if (units := [slot.unit for slot in form.effect.adds if slot.kind == "wgrad"])}
     for index, form in enumerate(forms):
@@ -124,7 +126,7 @@ def _gather(program: Program, table: Table, position: int) -> Program:
     """The program with its GATHERs and RELEASEs."""
     if not table.sharded:
         return program
-    forms = forms_of(program, table, position)
+    forms = Forms(table).of(program, position)
     read = {form: [slot.unit for slot in form.effect.reads
                    if slot.kind == "param" and table.is_cut(slot.unit)] for form in dict.fromkeys(forms)}
     uses = [(index, read[form]) for index, form in enumerate(forms) if read[form]]

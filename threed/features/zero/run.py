@@ -13,8 +13,9 @@ from threed.base.errors import RunError
 from threed.base.mesh import GROUPS, axes_of
 from threed.comm.group import Comm, Group
 from threed.comm.lanes import Job
+from threed.devices import device_of
 from threed.features.zero.shard import counts
-from threed.features.zero.state import Reduced, UnitState, not_none
+from threed.features.zero.units import UnitState
 from threed.models.tiling import share_of
 from threed.optim import step as optimizer
 from threed.optim.base import Update, View
@@ -111,22 +112,13 @@ class ZeroRun:
         self.scaler.update(not clipped.finite)
 
     def gather(self, instruction: Instruction, slots: Slots) -> Job:
-        state, group = self.states[instruction.unit], self.comm.groups[instruction.group]
-        if not state.unit.whole:
-            state.occupy(state.storage.params.take(state.layout.numel))
-        whole, slot = state.param, Slot("pshard", instruction.unit)
-        fetched = slot != self.table.weight(instruction.unit)
-        part = slots.get(slot) if fetched else state.pshard
-        assert whole is not None and part is not None
-        if fetched:
-            state.storage.pshards.give(part)
+        group = self.comm.groups[instruction.group]
+        whole, shard = self.states[instruction.unit].weights.gather()
         slots.put(Slot("param", instruction.unit), whole)
-        return lambda: group.all_gather(whole, part).wait()
+        return lambda: group.all_gather(whole, shard).wait()
 
     def release(self, instruction: Instruction, slots: Slots) -> None:
-        """Give up a unit's whole parameters. A unit that stays whole keeps its buffer."""
-        if not self.states[instruction.unit].unit.whole:
-            self.states[instruction.unit].vacate()
+        self.states[instruction.unit].weights.release()
 
     @torch.no_grad()
     def reduce(self, instruction: Instruction, slots: Slots) -> Job | None:
@@ -139,52 +131,44 @@ class ZeroRun:
         if GROUPS[step.group].lane == "compute":
             self._sum_partial(state, group)
             return None
-        gshard = not_none(state.gshard)
+        shard = state.gradient.sum_copies()
         if step.staged:
-            return lambda: self._sum_copies(gshard, group)
-        return lambda: group.all_reduce(gshard).wait()
+            return lambda: self._sum_copies(shard, group)
+        return lambda: group.all_reduce(shard).wait()
 
     def _sum_partial(self, state: UnitState, group: Group) -> None:
         """Sum the gradients of parameters that all ranks of the group hold, each with the gradient of its own
         tokens or heads, in one call."""
-        grad, complete = state.whole_grad()
+        grad, complete = state.gradient.sum_parts()
         complete()
         over = GROUPS[group.name].axes or ()
         parts = [grad[each.start:each.stop]
-                 for each in state.layout.partial(over, share_of(self.config).sequence)]
+                 for each in state.part.layout.partial(over, share_of(self.config).sequence)]
         joined = torch.cat(parts) if len(parts) > 1 else parts[0]
         group.all_reduce(joined).wait()
         if len(parts) > 1:
             for part, summed in zip(parts, joined.split([len(part) for part in parts]), strict=True):
                 part.copy_(summed)
 
-    def _sum_copies(self, gshard: torch.Tensor, group: Group) -> None:
-        moving = self._stage(gshard, 0)
+    def _sum_copies(self, shard: torch.Tensor, group: Group) -> None:
+        moving = self._stage(shard, 0)
         group.all_reduce(moving).wait()
-        if moving is not gshard:
-            gshard.copy_(moving)
+        if moving is not shard:
+            shard.copy_(moving)
 
     def _scatter(self, state: UnitState, group: Group) -> Job:
         """Sum the gradient over the shard group; this rank keeps its shard. Without sharding all ranks then
         gather all shards, so that the sums are those of ZeRO-1."""
-        sharded, streams = self.table.sharded, self.table.streams(state.number)
-        (grad, complete), pooled = state.whole_grad(), self.table.zero.stage >= 2
-        if streams:
-            state.gshard = state.storage.gshards.take(state.count)
-        part = not_none(state.gshard) if pooled else grad[slice(*state.shard)]
-        add = pooled and not streams and state.reduced == Reduced.SHARD
-        if not streams:
-            state.reduced = Reduced.SHARD
+        sharded, (grad, complete, shard, adds) = self.table.sharded, state.gradient.reduce()
 
         def job() -> None:
             complete()
             moving = self._stage(grad, grad.numel())
             scratch = self._staging.view(moving.dtype)[:grad.numel()] if group.size() > 1 else None
-            group.reduce_scatter(part, moving, add, scratch).wait()
+            group.reduce_scatter(shard, moving, adds, scratch).wait()
             if not sharded:
-                group.all_gather(grad, part).wait()
+                group.all_gather(grad, shard).wait()
 
-        state.begin_anew()
         return job
 
     def _stage(self, tensor: torch.Tensor, skip: int) -> torch.Tensor:
@@ -201,16 +185,17 @@ class ZeroRun:
         counts by itself, and what]."""
         numbers = torch.zeros(6, dtype=torch.float64, device=self.comm.device)
         if instruction.gradients != "none":
-            if self.comm.device.type == "cuda" and any(state.host_grad is not None
-                                                       for state in self.stepped.values()):
+            device = device_of(self.comm.device)
+            if device.asynchronous and any(state.gradient.away for state in self.stepped.values()):
                 # The stream waits for the copies to the host, and the host reads them now.
-                torch.cuda.current_stream().synchronize()
+                device.current_stream().synchronize()
             here = self.comm.here
             for state in self.stepped.values():
-                for segment in state.layout.segments_of(state.index):
+                part, gradient = state.part, state.gradient.values
+                for segment in part.layout.segments_of(part.index):
                     # Copies that another rank counts are checked for overflows, too: they may differ.
                     counted = state.writes and counts(segment.axes, here.on)
-                    numbers[0 if counted else 1].add_(squared_norm(state.range(state.gradient, segment)))
+                    numbers[0 if counted else 1].add_(squared_norm(part.range(gradient, segment)))
         if Slot("loss") in slots and self._speaks:
             loss, *counted = slots.get(Slot("loss"))
             numbers[2] = loss
@@ -234,9 +219,10 @@ class ZeroRun:
         clipped = Clipped(loss, norm, scale / loss_scale / share, finite, loss_scale,
                           counted if counts_itself else None)
         slots.put(Slot("scale"), clipped)
-        # the next gradients belong to the next step
         for state in self.stepped.values() if instruction.gradients != "none" else ():
-            state.reduced = Reduced.NOTHING
+            state.gradient.clip()
+            if instruction.gradients == "drop":
+                state.gradient.drop()
         if instruction.gradients in ("step", "wait"):
             self._complete(clipped if instruction.gradients == "wait" else None, slots)
 
@@ -246,29 +232,30 @@ class ZeroRun:
             self.updates += self.waiting.finite
         self.waiting = waiting
         for unit, state in self.stepped.items() if waiting is not None else ():
-            state.host_grad, state.host_prev = state.host_prev, state.host_grad
+            state.gradient.wait()
             slots.put(Slot("gprev", unit, tier=Tier.HOST), True)
 
     @torch.no_grad()
     def step(self, instruction: Instruction, slots: Slots) -> Job | None:
         state, prev = self.states[instruction.unit], instruction.age == "prev"
         clipped = self.waiting if prev else slots.get(Slot("scale"))
-        gradient = state.gradient_prev if prev else state.gradient
+        gradient = state.gradient.waiting if prev else state.gradient.step()
         assert clipped is not None
-        if state.unit.state_home != Tier.DEVICE:
+        if state.part.unit.state_home != Tier.DEVICE:
             return self._step_on_host(state, gradient, clipped, slots)
         if clipped.finite:  # else weights do not change; the training loop decides whether the run goes on
-            self._update(state.number, self._updates(state, gradient, clipped))
-            state.publish()
+            self._update(state.part.number, self._updates(state, gradient, clipped))
+            state.optimizer_state.publish()
         return None
 
     def _updates(self, state: UnitState, gradient: torch.Tensor, clipped: Clipped,
                  out: torch.Tensor | None = None) -> list[tuple[Update, View, torch.Tensor | None]]:
         """The parts of a unit's step; the new weights are written to `out`, too, if given."""
+        part, master, buffers = state.part, state.optimizer_state.master, state.optimizer_state.buffers
         return [(Update(self.config.optimizer, self.lr, self.updates + 1, segment.decay, clipped.scale),
-                 View(state.range(state.weights, segment), state.range(gradient, segment),
-                      {name: state.range(each, segment) for name, each in state.buffers.items()}),
-                 state.range(out, segment) if out is not None else None) for segment in state.segments()]
+                 View(part.range(master, segment), part.range(gradient, segment),
+                      {name: part.range(each, segment) for name, each in buffers.items()}),
+                 part.range(out, segment) if out is not None else None) for segment in part.segments()]
 
     def _update(self, unit: int, parts: list[tuple[Update, View, torch.Tensor | None]]) -> None:
         for by, view, copy in parts:
@@ -280,17 +267,17 @@ class ZeroRun:
     def _step_on_host(self, state: UnitState, gradient: torch.Tensor, clipped: Clipped, slots: Slots) -> Job:
         """Step a unit on the host lane. The new weights go to their home on the host, or to a staging buffer
         that a later FETCH or OFFLOAD empties."""
-        out = not_none(state.pshard) if state.unit.weight_home == Tier.HOST else state.room_for_weights()
-        weights, count, parts = state.weights, state.count, self._updates(state, gradient, clipped, out)
-        stepped = sum(segment.stop - segment.start for segment in state.segments())
-        slots.put(self.table.weight(state.number).on(Tier.HOST), out)
-        slots.put(Slot("state", state.number, tier=Tier.HOST), True)
+        part, out = state.part, state.weights.step_output()
+        master, parts = state.optimizer_state.master, self._updates(state, gradient, clipped, out)
+        stepped = sum(segment.stop - segment.start for segment in part.segments())
+        slots.put(self.table.weight(part.number).on(Tier.HOST), out)
+        slots.put(Slot("state", part.number, tier=Tier.HOST), True)
 
         def job() -> None:
             if clipped.finite:
-                self._update(state.number, parts)
+                self._update(part.number, parts)
                 out[stepped:].zero_()  # padding
             else:
-                out[:count].copy_(weights)
+                out[:part.count].copy_(master)
 
         return job

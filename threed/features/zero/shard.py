@@ -42,7 +42,7 @@ class Segment:
     stop: int
     decay: bool
     axes: tuple[str, ...]  # of the mesh, over which the parameters are cut
-    apart: tuple[str, ...] = ()  # axes whose ranks have copies, and each a part of the gradient
+    partial_over: tuple[str, ...] = ()  # axes whose ranks have copies, and each a part of the gradient
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class FlatLayout:
         """The segments of which all ranks of these axes have copies, each with a part of the gradient.
         `sequence`: axes that cut the sequence of the residual stream."""
         return [each for each in self.segments if not set(axes) & set(each.axes)
-                and set(axes) & {*sequence, *each.apart}]
+                and set(axes) & {*sequence, *each.partial_over}]
 
     def shard(self, index: int) -> tuple[int, int]:
         """(start, stop) of a shard."""
@@ -71,7 +71,7 @@ class FlatLayout:
     def segments_of(self, index: int) -> list[Segment]:
         """The parts of the segments within a shard, in buffer coordinates."""
         start, stop = self.shard(index)
-        return [Segment(max(start, s.start), min(stop, s.stop), s.decay, s.axes, s.apart)
+        return [Segment(max(start, s.start), min(stop, s.stop), s.decay, s.axes, s.partial_over)
                 for s in self.segments if s.start < stop and s.stop > start]
 
 
@@ -79,17 +79,17 @@ def layout(parameters: tuple[Parameter, ...], ranks: Mapping[str, int], num_shar
     """Lay out the parameters of a unit for sizes of the axes, cut into `num_shards`."""
     placed, segments, offset = [], [], 0
     # By axes even where an axis has one rank, so that the order in the buffer is the same on all meshes.
-    kinds = dict.fromkeys((not parameter.decay, not parameter.axes, bool(parameter.apart), parameter.axes,
-                           parameter.apart) for parameter in parameters)
-    for plain, _, _, axes, apart in sorted(kinds, key=lambda kind: kind[:3]):
+    kinds = dict.fromkeys((not parameter.decay, not parameter.axes, bool(parameter.partial_over),
+                           parameter.axes, parameter.partial_over) for parameter in parameters)
+    for plain, _, _, axes, partial_over in sorted(kinds, key=lambda kind: kind[:3]):
         first = offset
         for parameter in parameters:
-            if (parameter.decay, parameter.axes, parameter.apart) == (not plain, axes, apart):
+            if (parameter.decay, parameter.axes, parameter.partial_over) == (not plain, axes, partial_over):
                 shape = parameter.local_shape(ranks)
                 count = math.prod(shape)
                 placed.append(Placed(parameter, shape, parameter.module_shape(ranks), offset, offset + count))
                 offset += count
-        segments.append(Segment(first, offset, not plain, axes, apart))
+        segments.append(Segment(first, offset, not plain, axes, partial_over))
     padded = round_up(offset, num_shards * ALIGNMENT)
     return FlatLayout(tuple(placed), tuple(segments), padded, num_shards, ranks)
 

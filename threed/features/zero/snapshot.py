@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from threed.comm.lanes import Job
+from threed.comm.lanes import DONE, Handle, Job, so_far
 
 
 class Snapshot:
@@ -18,7 +18,7 @@ class Snapshot:
         self.rows, self._device = rows, device
         self._taken = threading.Event()
         self._error: Exception | None = None  # why there is no copy
-        self._copied: torch.cuda.Event | None = None  # the end of the copies on a GPU
+        self._copied: Handle = DONE  # the end of the copies
 
     def begin(self, parts: Callable[[], Sequence[torch.Tensor]]) -> Job | None:
         """The job that copies a part into each row; there may be fewer parts than rows. None where the parts
@@ -37,9 +37,7 @@ class Snapshot:
         try:
             for row, part in zip(self.rows, parts, strict=False):
                 row.copy_(part, non_blocking=True)
-            if self._device.type == "cuda":
-                self._copied = torch.cuda.Event()
-                self._copied.record()
+            self._copied = so_far(self._device)
         except Exception as error:
             self._fail(error)
         self._taken.set()
@@ -55,5 +53,4 @@ class Snapshot:
         self._taken.wait()
         if self._error is not None:
             raise self._error
-        if self._copied is not None:
-            self._copied.synchronize()
+        self._copied.block()

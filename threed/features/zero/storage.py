@@ -8,6 +8,7 @@ import torch
 
 from threed.comm.group import Comm
 from threed.comm.lanes import copy
+from threed.devices import device_of
 from threed.program.buffers import Buffers
 from threed.program.table import Table
 from threed.schema import Config
@@ -37,7 +38,7 @@ class Storage(NamedTuple):
     def make(cls, config: Config, table: Table, buffers: Buffers, comm: Comm,
              weight_grads: WeightGrads) -> Storage:
         precision, device, host = Precision.of(config.precision), comm.device, torch.device("cpu")
-        pinned = device.type == "cuda"
+        pinned = device_of(device).asynchronous
         uses_disk = "nvme" in (config.offload.optimizer, config.offload.parameters)
         return cls(table, precision, device, Pool(buffers.params, precision.compute, device),
                    Pool(buffers.grads, precision.grad, device),
@@ -60,7 +61,7 @@ class Storage(NamedTuple):
         self.grads.rewind()
 
     def on_host(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.zeros(numel, dtype=dtype, pin_memory=self.device.type == "cuda")
+        return torch.zeros(numel, dtype=dtype, pin_memory=device_of(self.device).asynchronous)
 
     @torch.no_grad()
     def add_to(self, host: torch.Tensor, part: torch.Tensor) -> None:

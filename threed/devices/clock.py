@@ -1,5 +1,5 @@
 """Clocks: a mark is a point in time of the work, taken from the host's clock on a CPU and by an event in the
-stream on a GPU.
+stream on a GPU (`cuda`).
 
 A mark on a GPU costs the host a microsecond and never makes it wait. The marks of a program are read once,
 when somebody asks: the host need not wait for the program's end.
@@ -10,8 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from typing import Any, Protocol
-
-import torch
 
 
 class Clock(Protocol):
@@ -61,47 +59,3 @@ class HostClock:
 
     def passed(self, mark: float) -> bool:
         return True
-
-
-class CudaReader:
-    at_once = False
-
-    def __init__(self, marks: list[torch.cuda.Event], begin: torch.cuda.Event, end: torch.cuda.Event,
-                 spare: list[torch.cuda.Event]):
-        self._marks, self._begin, self._end, self._spare = marks, begin, end, spare
-
-    def __enter__(self) -> Callable[[torch.cuda.Event], float]:
-        self._end.synchronize()
-        return lambda mark: self._begin.elapsed_time(mark) / 1e3
-
-    def __exit__(self, *error: object) -> None:
-        self._spare += self._marks
-        self._marks = []
-
-
-class CudaClock:
-    """Events are kept from step to step: creating one costs more than recording it."""
-
-    def __init__(self) -> None:
-        self._spare: list[torch.cuda.Event] = []
-        self._marks: list[torch.cuda.Event] = []  # since the last reader
-
-    def mark(self) -> torch.cuda.Event:
-        event = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)
-        self._marks.append(event)
-        event.record()
-        return event
-
-    def reader(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> CudaReader:
-        marks, self._marks = self._marks, []
-        return CudaReader(marks, begin, end, self._spare)
-
-    def passed(self, mark: torch.cuda.Event) -> bool:
-        try:
-            return mark.query()
-        except RuntimeError:  # the device has failed: the next use of it raises the reason
-            return True
-
-
-def make_clock(device: torch.device) -> Clock:
-    return CudaClock() if device.type == "cuda" else HostClock()

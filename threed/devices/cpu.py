@@ -1,0 +1,94 @@
+"""The CPU, on which the host itself computes."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar, NoReturn
+
+import torch
+
+from threed.base.errors import InputError
+from threed.devices.clock import HostClock
+from threed.devices.device import Device
+
+
+class Cpu(Device):
+    kind: ClassVar[str] = "cpu"
+    asynchronous: ClassVar[bool] = False
+    backend: ClassVar[str] = "gloo"
+    triton: ClassVar[bool] = False
+    rms_norm: ClassVar[bool] = False
+    varlen: ClassVar[bool] = False
+    dtype: ClassVar[torch.dtype] = torch.float32
+    chunk: ClassVar[int] = 1 << 20  # few enough for its cache
+
+    @classmethod
+    def available(cls) -> bool:
+        return True
+
+    @classmethod
+    def count(cls) -> int:
+        return 1
+
+    @classmethod
+    def for_forks(cls) -> int:
+        return 0
+
+    @classmethod
+    def started(cls) -> bool:
+        return False
+
+    def name(self) -> str:
+        return f"CPU {platform.machine()}"
+
+    def uuid(self) -> str:
+        return ""
+
+    def bus(self, index: int | None = None) -> str:
+        return ""
+
+    def memory_bytes(self) -> int:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+    def peak_bytes(self) -> int:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    def use(self) -> None:
+        pass
+
+    def stream(self, first: bool = False) -> NoReturn:
+        raise AssertionError("a CPU has no streams")
+
+    def current_stream(self) -> NoReturn:
+        raise AssertionError("a CPU has no streams")
+
+    def on(self, stream: Any) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def record(self) -> NoReturn:
+        raise AssertionError("a CPU has no streams")
+
+    def synchronize(self) -> None:
+        pass
+
+    def in_use(self, tensor: torch.Tensor) -> None:
+        pass
+
+    def has_failed(self, error: Exception) -> bool:
+        return False
+
+    def random_state(self) -> None:
+        return None
+
+    def set_random_state(self, state: torch.Tensor | None) -> None:
+        pass
+
+    def clock(self) -> HostClock:
+        return HostClock()
+
+    def recorder(self) -> NoReturn:
+        raise InputError(f"run.cuda_graphs=true needs a GPU, and this run's device is a "
+                         f"{self.torch_device.type}; set it to false")

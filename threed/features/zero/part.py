@@ -1,0 +1,68 @@
+"""The part of a parameter unit that one rank owns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from threed.base.quantity import ALIGNMENT, round_up
+from threed.features.zero.shard import FlatLayout, Placed, Segment
+from threed.program.table import ParameterUnit, Table
+
+
+@dataclass(frozen=True)
+class UnitPart:
+    """A parameter unit, and what this rank owns of it: its shard from ZeRO-1 on, all of it under ZeRO-0 and
+    of a frozen unit that stays whole."""
+
+    number: int
+    unit: ParameterUnit
+    layout: FlatLayout
+    index: int  # of this rank's shard
+    sharded: bool  # whether it owns its shard only
+    trains: bool
+
+    @classmethod
+    def of(cls, number: int, layout: FlatLayout, index: int, table: Table) -> UnitPart:
+        unit = table.parameters[number]
+        return cls(number, unit, layout, index, table.is_cut(number), table.trains and unit.trains)
+
+    @property
+    def name(self) -> str:
+        return f"p{self.number} ({self.unit.name})"
+
+    @cached_property
+    def owned(self) -> tuple[int, int]:
+        """(start, stop) of the range that this rank owns."""
+        return self.shard if self.sharded else (0, self.layout.numel)
+
+    @cached_property
+    def shard(self) -> tuple[int, int]:
+        """(start, stop) of the range whose gradient norm this rank sums, and that it writes to checkpoints,
+        whatever the ZeRO stage."""
+        return self.layout.shard(self.index)
+
+    @cached_property
+    def count(self) -> int:
+        """Elements that this rank owns."""
+        return self.owned[1] - self.owned[0]
+
+    def file_bytes(self, itemsize: int) -> int:
+        """Bytes of a file with `itemsize` bytes for each element that this rank owns."""
+        return round_up(self.count * itemsize, ALIGNMENT)
+
+    def view(self, placed: Placed, buffer: torch.Tensor) -> torch.Tensor:
+        """A parameter's part of a buffer of the whole unit, in its shape inside the layer."""
+        return buffer[placed.start:placed.stop].view(placed.module_shape)
+
+    def range(self, owned: torch.Tensor, segment: Segment) -> torch.Tensor:
+        """The part of a tensor over `owned` that is in a segment (in buffer coordinates)."""
+        return owned[segment.start - self.owned[0]:segment.stop - self.owned[0]]
+
+    def segments(self) -> list[Segment]:
+        """The segments that this rank steps, cut at shard borders even when it steps all shards: the kernel
+        then gets the same ranges under every ZeRO stage, and rounds in the same way."""
+        indices = [self.index] if self.sharded else range(self.layout.num_shards)
+        return [segment for index in indices for segment in self.layout.segments_of(index)]

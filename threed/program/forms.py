@@ -1,0 +1,88 @@
+"""Forms: what instructions have in common that differ by their micro-batch alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any
+
+from threed.program.effects import Effects, effects
+from threed.program.instruction import Instruction
+from threed.program.table import Table
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Form:
+    """What instructions have in common that differ by their micro-batch alone: a plan has millions of
+    instructions of a few hundred forms. The slots of a micro-batch are used by its own instructions alone."""
+
+    item: Instruction  # one of them: of micro-batch 0, or of none
+    effect: Effects  # of that one
+    own: Effects | None  # the part that is about slots of the micro-batch
+    shared: Effects | None  # the part that is about slots of no micro-batch
+
+
+class Forms:
+    """The forms of instructions of one table, each made once: who follows several programs of a table makes
+    one `Forms` for all of them. KeyError as for `effects`."""
+
+    def __init__(self, table: Table):
+        self._table = table
+        self._known: dict[int, _Known] = {}  # by position
+
+    def of(self, program: Sequence[Instruction], position: int) -> list[Form]:
+        """The form of each instruction of a program."""
+        known = self._at(position)
+        forms: list[Any] = list(map(known.__getitem__, map(_FIELDS, program)))  # written for speed
+        for index in [index for index, (item, form) in enumerate(zip(program, forms, strict=True))
+                      if form is None or item.microbatch < 0]:
+            forms[index] = self.form(program[index], position)
+        return forms
+
+    def form(self, instruction: Instruction, position: int) -> Form:
+        """The form of one instruction of a position's program."""
+        # Instructions without a micro-batch are rare. The fields of the others, without the micro-batch, are
+        # fewer: the keys differ.
+        known, key = self._at(position), _FIELDS(instruction) if instruction.microbatch >= 0 else instruction
+        form = known.get(key)
+        if form is None:
+            form = known[key] = _form(instruction, self._table, position)
+        return form
+
+    def effects(self, instruction: Instruction, position: int) -> Effects:
+        """As the function of that name."""
+        return self.form(instruction, position).effect.of(instruction.microbatch)
+
+    def _at(self, position: int) -> _Known:
+        if position not in self._known:
+            self._known[position] = _Known(self._table, position)
+        return self._known[position]
+
+
+class _Known(dict[tuple[Any, ...], Any]):
+    """Forms of instructions of micro-batches, by their other fields; None where there is no such form."""
+
+    def __init__(self, table: Table, position: int):
+        super().__init__()
+        self.table, self.position = table, position
+
+    def __missing__(self, fields: tuple[Any, ...]) -> Form | None:
+        try:
+            item = Instruction._make([*fields[:_AT], 0, *fields[_AT:]])
+            form = _form(item, self.table, self.position)
+        except KeyError:
+            form = None
+        return self.setdefault(fields, form)
+
+
+_AT = Instruction._fields.index("microbatch")
+_FIELDS = itemgetter(*(at for at in range(len(Instruction._fields)) if at != _AT))
+
+
+def _form(instruction: Instruction, table: Table, position: int) -> Form:
+    effect = effects(instruction, table, position)
+    if instruction.microbatch > 0:
+        instruction = instruction._replace(microbatch=0)
+        effect = effects(instruction, table, position)
+    return Form(instruction, effect, *effect.parts(lambda slot: slot.microbatch >= 0))

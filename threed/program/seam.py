@@ -1,0 +1,22 @@
+"""The seam: what is alive between two programs."""
+
+from __future__ import annotations
+
+from threed.program.instruction import Slot, Tier
+from threed.program.names import GENERATE, WAITING
+from threed.program.table import Table
+
+
+def seam_of(table: Table, position: int, program: str = "train", end: bool = False) -> set[Slot]:
+    """Slots alive before a program, or after its end: the values that a checkpoint saves."""
+    slots = {table.weight(p) for p in table.held(position)}
+    slots |= {table.state(p) for p in table.stepped(position)}
+    if table.update.snapshots:  # the last snapshot may still be in progress
+        slots |= {Slot("snapshot", p, tier=Tier.HOST) for p in table.copied(position)}
+    waiting = ("enter", "train", WAITING) if end else ("train", "drain", WAITING)
+    if table.update.delayed and program in waiting:
+        slots |= {Slot("gprev", p, tier=Tier.HOST) for p in table.stepped(position)}
+    if end and program == GENERATE and table.logits:  # the engine hands them out
+        slots |= {Slot("logits", unit, microbatch) for unit in table.logits.bytes
+                  if table.position(unit) == position for microbatch in range(table.logits.microbatches)}
+    return slots

@@ -1,0 +1,51 @@
+"""Traffic: the bytes that a rank sends to others and moves between tiers, by the ring formulas.
+
+For a buffer of S bytes over n ranks, all-gather and reduce-scatter send S (n-1)/n, and all-reduce sends twice
+as much.
+"""
+
+from __future__ import annotations
+
+from threed.base.mesh import GROUPS
+from threed.base.quantity import add_up, ring
+from threed.program.entries import ParameterUnit, Reduction
+from threed.program.instruction import PHASES, Instruction, Op, Tier
+from threed.program.table import Table
+
+
+def sent_by(table: Table, instruction: Instruction) -> dict[str, int]:
+    """Bytes that a rank sends for an instruction, by axis."""
+    op, unit = instruction.op, instruction.unit
+    if instruction.keep == "logits" and table.logits and unit in table.logits.sent:
+        return table.logits.sent[unit]
+    if op in PHASES:
+        return add_up(table.units[unit].traffic[phase] for phase in PHASES[op])
+    if op == Op.JOIN:
+        group, ranks = table.cut_over(instruction.kind)
+        return {GROUPS[group].counts: ring(table.size(instruction.slot), ranks)}
+    if op == Op.SEND:
+        return {GROUPS["pp"].counts: table.size(instruction.slot)}
+    if op == Op.GATHER:
+        held = table.parameters[unit]
+        return {GROUPS[instruction.group].counts: ring(held.numel * table.elements.param, held.shards)}
+    if op == Op.REDUCE:
+        step = next(step for step in table.reductions(unit) if step.group == instruction.group)
+        return {GROUPS[step.group].counts: _reduced_bytes(table, table.parameters[unit], step)}
+    return {}
+
+
+def _reduced_bytes(table: Table, unit: ParameterUnit, step: Reduction) -> int:
+    part = ring(step.numel * step.bytes, step.ranks)
+    if step.group != unit.shard_group:
+        return 2 * part
+    # Where gradients are not sharded, the summed parts are gathered again.
+    return part if table.sharded else part + ring(step.numel * table.elements.grad, step.ranks)
+
+
+def moved_by(table: Table, instruction: Instruction) -> int:
+    """Bytes that an instruction moves between tiers, on its lane."""
+    if instruction.op not in (Op.OFFLOAD, Op.FETCH):
+        return 0
+    slot = instruction.slot
+    inside = instruction.op == Op.FETCH and slot.kind == "pshard" and table.size(slot) == 0
+    return table.size(slot.on(Tier.HOST) if inside else slot)  # inside: of a whole unit's buffer

@@ -1,0 +1,22 @@
+"""The schema: every key of a config, each told once, at its field: type, default, meaning, and which values
+it may have (`keys.key`). `threed.config` reads and checks a config by it; configs/reference.yaml and
+docs/reference/config.md are written from it. Import from here, not from the modules below.
+"""
+
+from threed.schema.config import Config, keys_of
+from threed.schema.keys import KeySpec, key
+from threed.schema.layout import (
+    PIECES,
+    ActivationConfig,
+    OffloadConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    ZeroConfig,
+)
+from threed.schema.model import LayersConfig, ModelConfig
+from threed.schema.running import LOGGERS, MonitorConfig, RunConfig
+from threed.schema.training import CheckpointConfig, DataConfig, OptimizerConfig, TrainConfig
+
+__all__ = ["LOGGERS", "PIECES", "ActivationConfig", "CheckpointConfig", "Config", "DataConfig", "KeySpec",
+           "LayersConfig", "ModelConfig", "MonitorConfig", "OffloadConfig", "OptimizerConfig",
+           "ParallelConfig", "PrecisionConfig", "RunConfig", "TrainConfig", "ZeroConfig", "key", "keys_of"]

@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from typing import NamedTuple
 
@@ -165,17 +165,27 @@ class ShortPlans:
             config = replace(config, model=replace(config.model, fused="off"))
         self.config, self.p, self.m = config, config.parallel.pp, config.num_microbatches
         # A limit of what is kept is about all micro-batches.
-        limited = config.activation.policy == "budget" or config.parallel.activation_limit is not None
-        name = config.parallel.schedule
-        self._few, self._brief = (self.m, self.m) if limited else (few(name, self.p, self.m),
-                                                                   brief(name, self.p, self.m))
+        self._whole = config.activation.policy == "budget" or config.parallel.activation_limit is not None
+        self._count(self.m)
         self._plans: dict[int, Analysis] = {}
-        self._free: dict[int, float] = {}  # seconds of plans with free traffic and updates
+        # (micro-batches, what is free) -> seconds of a step
+        self._times: dict[tuple[int, tuple[Op, ...]], float] = {}
+
+    def _count(self, m: int) -> None:
+        """Choose the micro-batches of plans that stand for `m`."""
+        name, self.m = self.config.parallel.schedule, m
+        self._few, self._brief = (m, m) if self._whole else (few(name, self.p, m), brief(name, self.p, m))
 
     def on(self, hardware: Hardware) -> ShortPlans:
         """The same plans on another machine."""
         other = copy.copy(self)
-        other.hardware, other._free = hardware, {}
+        other.hardware, other._times = hardware, {}
+        return other
+
+    def repeated(self, times: int) -> ShortPlans:
+        """Of so many times the micro-batches."""
+        other = copy.copy(self)
+        other._count(times * self.m)
         return other
 
     def _plan(self, microbatches: int) -> Analysis:
@@ -183,23 +193,29 @@ class ShortPlans:
             self._plans[microbatches] = short_plan(self.config, microbatches)
         return self._plans[microbatches]
 
-    def _free_s(self, microbatches: int) -> float:
-        """Of a plan with free traffic and updates, in which nothing waits for single units."""
-        if microbatches not in self._free:
-            plain = replace(self.config, zero=ZeroConfig(0), offload=OffloadConfig())
-            plan = short_plan(plain, microbatches, ends=False)
-            self._free[microbatches] = self._timed(plan, self.hardware, _FREE)
-        return self._free[microbatches]
+    def _timed(self, microbatches: int, free: tuple[Op, ...] = ()) -> float:
+        """Seconds of a step. Where all of _FREE is `free`, nothing waits for single units."""
+        key = microbatches, free
+        if key not in self._times:
+            if free == _FREE:
+                plain = replace(self.config, zero=ZeroConfig(0), offload=OffloadConfig())
+                made = short_plan(plain, microbatches, ends=False)
+            else:
+                made = self._plan(microbatches)
+            price = cost(made.plan, self.hardware)
+            self._times[key] = step(made, lambda at, item: 0.0 if item.op in free and item.kind not in _KEPT
+                                    else price(at, item), self.hardware).total_s
+        return self._times[key]
 
     def least_s(self, microbatch_s: float) -> float:
         """No step is shorter, where no more micro-batch takes less than `microbatch_s`. It takes one plan."""
-        return self._free_s(self._few) + (self.m - self._few) * microbatch_s
+        return self._timed(self._few, _FREE) + (self.m - self._few) * microbatch_s
 
     def free_step(self) -> FreeStep:
-        less, brief_s = self._free_s(self._few), self._free_s(self._brief)
+        less, brief_s = self._timed(self._few, _FREE), self._timed(self._brief, _FREE)
         if self._few == self.m:
             return FreeStep(less, 0.0, brief_s)
-        more_s = (self._free_s(self._few + 2 * self.p) - less) / (2 * self.p)
+        more_s = (self._timed(self._few + 2 * self.p, _FREE) - less) / (2 * self.p)
         return FreeStep(less + (self.m - self._few) * more_s, more_s, brief_s)
 
     def step_s(self, free: FreeStep, limit: float = math.inf) -> float:
@@ -213,63 +229,65 @@ class ShortPlans:
         often = (zero.stage == 3 and zero.residency != "step") or (
             zero.stage >= 2 and zero.reduce_every != "step")
         if not (often or hides):
-            return free.step_s + self._timed(self._plan(self._brief), self.hardware) - free.brief_s
-        if not hides and (least_s := self._sending_s()) > limit:
+            return free.step_s + self._timed(self._brief) - free.brief_s
+        if not hides and limit < math.inf and (least_s := self._sending_s(free.microbatch_s)) > limit:
             return least_s
         while True:
-            less, per = self._timed(self._plan(self._few), self.hardware), free.microbatch_s
+            less, per = self._timed(self._few), free.microbatch_s
             left = self.m - self._few
             if not left or (not hides and less + left * per > limit):
                 return less + left * per
             if often:
-                per = (self._timed(self._plan(self._few + 2 * self.p), self.hardware) - less) / (2 * self.p)
+                per = (self._timed(self._few + 2 * self.p) - less) / (2 * self.p)
             if per > _STEADY * free.microbatch_s and not (
                     hides and less + left * per - free.step_s > (1 - _STEADY) * free.step_s):
                 return less + left * per
             self._few = min(self.m, self._few + self.p * -(-self._few // self.p))
 
-    def _sending_s(self) -> float:
-        """For how long a position sends over dp at least: a brief plan sends as much for a micro-batch, but
-        for what it gathers when it begins."""
-        plan = self._plan(self._brief).plan
+    def _sending_s(self, microbatch_s: float) -> float:
+        """No step is shorter by far, where no more micro-batch takes less than `microbatch_s`. A brief plan
+        sends as much over dp for a micro-batch, but for what it gathers when it begins; a position sends and
+        computes, which takes longer meanwhile."""
+        plan, less = self._plan(self._brief).plan, self._timed(self._brief)
         price, units = cost(plan, self.hardware), plan.table.parameters
-        counts = [Counter(item for item in program if item.op in (Op.GATHER, Op.REDUCE)
-                          and item.group == units[item.unit].shard_group)
-                  for program in plan.programs["train"]]
-        return _LINEAR * self.m / self._brief * max(
-            sum(count * price(position, item) for item, count in row.items())
-            for position, row in enumerate(counts))
+        for position, program in enumerate(plan.programs["train"]):
+            sends_s = _LINEAR / self._brief * sum(
+                price(position, item) for item in program if item.op in (Op.GATHER, Op.REDUCE)
+                and item.group == units[item.unit].shard_group)
+            computes_s = _spent(plan, price, COMPUTE, position) / self._brief
+            microbatch_s = max(microbatch_s, sends_s, computes_s + self.hardware.contention * sends_s)
+        return less + (self.m - self._brief) * microbatch_s
 
     def parts(self) -> StepParts:
         """What a step is made of."""
         fast = replace(self.hardware, node_gbps=1e12, adapter_gbps=1e12, node_us=0.0, adapter_us=0.0)
 
-        def whole(value: Callable[[Analysis], float]) -> float:
-            less = value(self._plan(self._few))
+        def whole(value: Callable[[int], float]) -> float:
+            less = value(self._few)
             if self._few == self.m:
                 return less
-            more = value(self._plan(self._few + 2 * self.p))
-            return less + (self.m - self._few) * (more - less) / (2 * self.p)
+            return less + (self.m - self._few) * (value(self._few + 2 * self.p) - less) / (2 * self.p)
 
         def spent(ops: Collection[Op], machine: Hardware) -> list[float]:
-            return [whole(lambda made, at=at: _spent(made.plan, cost(made.plan, machine), ops, at))
-                    for at in range(self.p)]
+            def seconds(count: int, position: int) -> float:
+                plan = self._plan(count).plan
+                return _spent(plan, cost(plan, machine), ops, position)
 
-        def longer(ops: Collection[Op]) -> float:
-            return max(0.0, step_s - whole(lambda made: self._timed(made, self.hardware, ops)))
+            return [whole(partial(seconds, position=position)) for position in range(self.p)]
 
-        step_s = whole(lambda made: self._timed(made, self.hardware))
+        def longer(ops: tuple[Op, ...]) -> float:
+            return max(0.0, step_s - whole(lambda count: self._timed(count, ops)))
+
+        step_s = whole(self._timed)
         rows, steps = spent(COMPUTE, self.hardware), spent((Op.STEP,), self.hardware)
         most = max(range(self.p), key=rows.__getitem__)
-        busy = sum(rows) + sum(steps) * (self.config.offload.optimizer == "none")
+        parallel, offload = self.config.parallel, self.config.offload
+        busy = sum(rows) + sum(steps) * (offload.optimizer == "none")
         return StepParts(step_s, spent((Op.RECOMPUTE,), self.hardware)[most],
-                         rows[most] - spent(COMPUTE, fast)[most], longer((Op.GATHER, Op.REDUCE)),
-                         longer((Op.OFFLOAD, Op.FETCH)), max(0.0, 1 - busy / self.p / step_s))
-
-    def _timed(self, made: Analysis, hardware: Hardware, free: Collection[Op] = ()) -> float:
-        price = cost(made.plan, hardware)
-        return step(made, lambda at, item: 0.0 if item.op in free and item.kind not in _KEPT
-                    else price(at, item), hardware).total_s
+                         rows[most] - spent(COMPUTE, fast)[most] if parallel.tp > 1 else 0.0,
+                         longer((Op.GATHER, Op.REDUCE)) if self.config.dp > 1 else 0.0,
+                         longer((Op.OFFLOAD, Op.FETCH)) if offload != OffloadConfig() else 0.0,
+                         max(0.0, 1 - busy / self.p / step_s))
 
 
 _FREE = (Op.GATHER, Op.REDUCE, Op.OFFLOAD, Op.FETCH, Op.CLIP, Op.STEP)

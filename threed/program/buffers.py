@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from itertools import chain
 from typing import NamedTuple
 
 from threed.base.quantity import ALIGNMENT, round_up
@@ -93,10 +92,7 @@ def count_buffers(table: Table, position: int, links: Sequence[Links]) -> Buffer
 
 def _pooled(links: Links, table: Table) -> Iterator[Effects]:
     """What the instructions of a program do to slots that are in pools."""
-    def pooled(slot: Slot) -> bool:
-        return pool_of(slot, table) is not None
-
-    parts = {form: form.effect.parts(pooled)[0] if any(map(pooled, chain(*form.effect.slots))) else None
+    parts = {form: form.effect.parts(lambda slot: pool_of(slot, table) is not None)[0]
              for form in dict.fromkeys(links.forms)}
     for item, form in zip(links.program, links.forms, strict=True) if any(parts.values()) else ():
         if (part := parts[form]) is not None:

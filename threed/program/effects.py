@@ -39,9 +39,13 @@ class Effects(NamedTuple):
 
     def parts(self, first: Callable[[Slot], bool]) -> tuple[Effects | None, Effects | None]:
         """The same with some of the slots, and with the others; None without any."""
-        ones, others = ([tuple([slot for slot in slots if first(slot) is wanted]) for slots in self.slots]
-                        for wanted in (True, False))
-        return self._with(ones) if any(ones) else None, self._with(others) if any(others) else None
+        ones = [tuple([slot for slot in slots if first(slot)]) for slots in self.slots]
+        if not any(ones):
+            return None, self if any(self.slots) else None
+        if sum(map(len, ones)) == sum(map(len, self.slots)):
+            return self, None
+        return self._with(ones), self._with([tuple([slot for slot in slots if not first(slot)])
+                                             for slots in self.slots])
 
     def _with(self, slots: Sequence[tuple[Slot, ...]]) -> Effects:
         """The same with other slots, in the order of the fields."""

@@ -1,7 +1,7 @@
 """Bounds: what decides about most layouts without a plan: a step that none is shorter than, and memory.
 
-**The bound** sums prices of compute units, as the plan has them, with nothing that communicates over dp and
-between positions. No step is shorter.
+**The bound** sums prices of compute units, as the plan has them, with nothing that communicates between
+positions, and over dp only what each micro-batch sends. No step is shorter.
 
 **The memory filter** is an estimate, not a second plan: parameters, gradients and optimizer states are sizes
 of the table's own parameter units; of activations, a position keeps as many micro-batches as the schedule's
@@ -15,16 +15,19 @@ import math
 from collections.abc import Sequence
 from functools import lru_cache
 from operator import add, mul
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from threed.base.quantity import BYTES, parse_bytes
 from threed.layout_search.layout import Layout, config_of
 from threed.layout_search.short_plan import FORWARDS_FIRST, few
 from threed.layout_search.units import MicroBatchCut, UnitCost, Units
 from threed.planner.facts import make_mesh
+from threed.prediction.analytic import cost
 from threed.prediction.hardware import Hardware
 from threed.prediction.peak import groups
-from threed.program.instruction import Tier
+from threed.program.entries import ComputeUnit
+from threed.program.instruction import Instruction, Op, Tier
+from threed.program.plan import Plan
 from threed.program.summary import gradient_bytes, parameter_bytes
 from threed.schedules.orders import SCHEDULES
 from threed.schema import Config
@@ -53,9 +56,9 @@ class Bounds:
     def __init__(self, config: Config, hardware: Hardware):
         self.config, self.hardware = config, hardware
         self._units: dict[object, Units] = {}
-        self._bounds: dict[object, tuple[float, float, float, float]] = {}
+        self._bounds: dict[object, tuple[list[float], float, float]] = {}
         self._parts: dict[object, UnitParts] = {}
-        self._known: dict[object, list[int]] = {}
+        self._known: dict[object, Any] = {}
         self._communicators: dict[object, int] = {}
 
     def microbatches(self, layout: Layout) -> int:
@@ -83,16 +86,61 @@ class Bounds:
         of backwards for weights' gradients may run meanwhile. The unit of the loss, which may not be computed
         again, counts once.)"""
         m = self.microbatches(layout)
-        most, busy, before, weights = self._busy(layout)
-        return max(m * most, m * (busy - weights) + before)
+        busy, before, weights = self._busy(layout)
+        return max(m * self.microbatch_s(layout), m * (busy[-1] - weights) + before)
 
     def microbatch_s(self, layout: Layout) -> float:
-        """No micro-batch of a steady state takes less: what the busiest position computes."""
-        return self._busy(layout)[0]
+        """No micro-batch of a steady state takes less: what a position sends over dp; or what it computes,
+        which takes longer meanwhile."""
+        busy, loss = self._busy(layout)[0], self.hardware.contention
+        sent = self._sent(layout) if layout.often else [0.0] * layout.pp
+        return max(max(sends_s, computes_s + loss * sends_s)
+                   for computes_s, sends_s in zip(busy, sent, strict=True))
 
-    def _busy(self, layout: Layout) -> tuple[float, float, float, float]:
-        """Seconds of a micro-batch: of the busiest position; of the last one; of a forward and a last
-        backward before that; and of the last one's halves for weights' gradients."""
+    def _sent(self, layout: Layout) -> list[float]:
+        """Seconds by position for which a micro-batch sends over dp: at least each gradient if it is reduced
+        each time; and before forward and backward of each stage all parameters, but for those in the window.
+        """
+        model, place = self.units(layout.tile_linears, layout.tp), place_of(
+            layout.schedule, layout.pp, layout.virtual_stages)
+        split = model.split(len(place))
+        assert split is not None, layout
+        gathers, reductions = self._prices(layout)
+        window = layout.residency if isinstance(layout.residency, int) else len(model.same)
+        window += 1 if self.config.zero.prefetch is None else self.config.zero.prefetch
+        sent = [0.0] * layout.pp
+        for position, (first, stop) in zip(place, split, strict=True):
+            kinds = model.same[first:stop]
+            sent[position] += sum(reductions[kind] for kind in kinds)
+            if layout.stage == 3 and window < stop - first:
+                rows = sorted(gathers[kind] for kind in kinds)
+                sent[position] += 2 * sum(rows[:-window])
+        return sent
+
+    def _prices(self, layout: Layout) -> tuple[list[float], list[float]]:
+        """By kind of compute unit: seconds to gather its own parameters; and for a micro-batch, to reduce
+        their gradients."""
+        key = ("prices", layout.tp, layout.dp, layout.pp * (layout.axis_order != "pp-dp-tp"),
+               layout.sequence_parallel, layout.stage, layout.shard_size, layout.reduce_every,
+               layout.reduce_dtype, layout.tile_linears)
+        if key not in self._known:
+            config = config_of(layout, self.config)
+            table = self.units(layout.tile_linears, layout.tp).table(config)
+            price, rows = cost(Plan(table, {}, config), self.hardware), table.parameters
+
+            def seconds(op: Op, unit: ComputeUnit) -> float:
+                return sum(price(0, Instruction(op, p, group=rows[p].shard_group)) for p in unit.parameters
+                           if rows[p].name != "tied embedding"
+                           and (rows[p].trains if op == Op.REDUCE else not rows[p].whole and table.is_cut(p)))
+
+            times = 0.0 if layout.stage < 2 or layout.reduce_every == "step" else 1 / config.reduce_every
+            self._known[key] = ([seconds(Op.GATHER, unit) for unit in table.units],
+                                [times * seconds(Op.REDUCE, unit) if times else 0.0 for unit in table.units])
+        return self._known[key]
+
+    def _busy(self, layout: Layout) -> tuple[list[float], float, float]:
+        """Seconds of a micro-batch: by position; of a forward and a last backward before the last one; and
+        of the last one's halves for weights' gradients."""
         p, v = layout.pp, layout.virtual_stages
         key = self.cut(layout), layout.schedule, p, v
         if key not in self._bounds:
@@ -109,7 +157,7 @@ class Bounds:
                 busy[place[stage]] += forward + backward + again
                 last += weight * halves * (place[stage] == p - 1)
                 before += (forward + (backward - weight * halves)) * (stage < p - 1)
-            self._bounds[key] = max(busy), busy[-1], before, last
+            self._bounds[key] = busy, before, last
         return self._bounds[key]
 
     # ---------------------------------------------------------------- memory

@@ -57,22 +57,15 @@ class SearchResult:
     seconds: float = 0.0
 
 
-class _Group(NamedTuple):
-    """Layouts of a shape that fit and compute the same."""
-
-    layouts: list[Layout]
-    short: ShortPlans  # of one of them
-
-
 class _Waiting(NamedTuple):
-    """What is still to be looked at: the variants of a shape from a row of recomputation on; or a group."""
+    """What is still to be looked at: the variants of a shape from a row of recomputation on; or a layout."""
 
     bound_s: float
     number: int  # of those that are as fast at best, the first comes first
     shape: Layout
     rank: int
     fitting: list[Variant]  # of the shape, those that surely fit
-    group: _Group | None = None
+    short: ShortPlans | None = None  # of a layout: of one that computes the same
 
 
 class Search:
@@ -107,8 +100,8 @@ class Search:
         total = len(waiting)
         while waiting:
             first = heapq.heappop(waiting)
-            if first.group is not None:
-                self._time_all(first.group, first.bound_s)
+            if first.short is not None:
+                self._time(first.shape, first.short, first.bound_s)
             elif first.bound_s > self._limit:
                 dropped = sum(space.count(first.shape, rank) for rank in ranks[first.rank:])
                 result.dropped[SLOWER] += dropped
@@ -116,9 +109,8 @@ class Search:
             else:
                 result.considered += space.count(first.shape, first.rank)
                 layouts = self._fitting(space.variants(first.shape, first.rank), first.fitting)
-                if (found := self._group(layouts, first.shape.tile_linears)) is not None:
-                    heapq.heappush(waiting, first._replace(bound_s=found[0], group=found[1],
-                                                           number=next(numbers)))
+                for bound_s, layout, short in self._group(layouts, first.shape.tile_linears):
+                    heapq.heappush(waiting, _Waiting(bound_s, next(numbers), layout, 0, [], short))
                 if (rank := first.rank + 1) in ranks:
                     bound_s = max(first.bound_s, self._bound_s(space, first.shape, rank))
                     heapq.heappush(waiting, first._replace(bound_s=bound_s, rank=rank))
@@ -174,32 +166,33 @@ class Search:
         others = [self._sure.get(layout.idea, math.inf), *self._times[layout.idea][TRIES - 1:TRIES]]
         return min(self._limit, _AS_FAST * min(others))
 
-    def _group(self, layouts: list[Layout], tiles: str | None) -> tuple[float, _Group] | None:
-        """What no layout of a group is faster than, and those that may be of use. `tiles`: of all variants.
-        """
-        some = [layout for layout in layouts if self.bounds.step_s(layout) <= self._limit_of(layout)]
+    def _group(self, layouts: list[Layout], tiles: str | None) -> list[tuple[float, Layout, ShortPlans]]:
+        """Those of layouts of one shape, which compute the same, that may be of use; what they are not faster
+        than; and short plans of one of them. `tiles`: of all variants."""
+        some = [(bound_s, layout) for layout in layouts
+                if (bound_s := self.bounds.step_s(layout)) <= self._limit_of(layout)]
         self.result.dropped[SLOWER] += len(layouts) - len(some)
         try:
             if some:
-                layout = some[0]._replace(tile_linears=tiles)
+                layout = some[0][1]._replace(tile_linears=tiles)
                 short = ShortPlans(config_of(layout, self.base), self.hardware)
-                return short.least_s(self.bounds.microbatch_s(layout)), _Group(some, short)
+                least_s = short.least_s(self.bounds.microbatch_s(layout._replace(stage=1)))
+                return [(max(bound_s, least_s), layout, short) for bound_s, layout in some]
         except ThreedError as error:
             self._refuse(len(some), error)
-        return None
+        return []
 
-    def _time_all(self, group: _Group, bound_s: float) -> None:
-        """Time the layouts of a group that may be of use."""
-        for layout in group.layouts:
-            limit = self._limit_of(layout)
-            try:
-                if bound_s > limit or (free := group.short.free_step()).step_s > limit:
-                    self.result.dropped[SLOWER] += 1
-                    continue
+    def _time(self, layout: Layout, alike: ShortPlans, bound_s: float) -> None:
+        """Time a layout, if it may be of use. `alike`: of one that computes the same."""
+        limit = self._limit_of(layout)
+        try:
+            if bound_s > limit or (free := alike.free_step()).step_s > limit:
+                self.result.dropped[SLOWER] += 1
+            else:
                 short = ShortPlans(config_of(layout, self.base), self.hardware)
-                self._found(layout, short.step_s(free, limit))
-            except ThreedError as error:
-                self._refuse(1, error)
+                self._found(layout, short.step_s(free, limit, self.bounds.microbatch_s(layout)))
+        except ThreedError as error:
+            self._refuse(1, error)
 
     def _found(self, layout: Layout, step_s: float) -> None:
         size = self.bounds.bytes(layout)

@@ -38,7 +38,6 @@ from threed.schema import Config, OffloadConfig, ZeroConfig
 from threed.spec.kernels import Kernel, Moved
 
 FORWARDS_FIRST = ("gpipe", "breadth-first")  # orders with the forwards of all micro-batches before backwards
-_LINEAR = 0.9  # of a brief plan's traffic is for its micro-batches
 _STEADY = 0.99  # of the pace: a steady state is not faster
 
 
@@ -218,9 +217,9 @@ class ShortPlans:
         more_s = (self._timed(self._few + 2 * self.p, _FREE) - less) / (2 * self.p)
         return FreeStep(less + (self.m - self._few) * more_s, more_s, brief_s)
 
-    def step_s(self, free: FreeStep, limit: float = math.inf) -> float:
+    def step_s(self, free: FreeStep, limit: float = math.inf, microbatch_s: float = 0.0) -> float:
         """Seconds of a step; where it is above `limit`, maybe less, but above it. `free`: of a layout that
-        computes the same.
+        computes the same. `microbatch_s`: no more micro-batch takes less.
 
         Where there is traffic over dp only at the start and the end of a step, it adds as much to a step of
         few micro-batches. Else two plans say what one more takes. Orders that end with backwards of many
@@ -230,11 +229,13 @@ class ShortPlans:
             zero.stage >= 2 and zero.reduce_every != "step")
         if not (often or hides):
             return free.step_s + self._timed(self._brief) - free.brief_s
-        if not hides and limit < math.inf and (least_s := self._sending_s(free.microbatch_s)) > limit:
-            return least_s
+        microbatch_s = max(microbatch_s, free.microbatch_s)
+        if not hides and limit < math.inf:
+            least_s = self._timed(self._brief) + (self.m - self._brief) * microbatch_s
+            if least_s > limit:
+                return least_s
         while True:
-            less, per = self._timed(self._few), free.microbatch_s
-            left = self.m - self._few
+            less, per, left = self._timed(self._few), microbatch_s, self.m - self._few
             if not left or (not hides and less + left * per > limit):
                 return less + left * per
             if often:
@@ -243,20 +244,6 @@ class ShortPlans:
                     hides and less + left * per - free.step_s > (1 - _STEADY) * free.step_s):
                 return less + left * per
             self._few = min(self.m, self._few + self.p * -(-self._few // self.p))
-
-    def _sending_s(self, microbatch_s: float) -> float:
-        """No step is shorter by far, where no more micro-batch takes less than `microbatch_s`. A brief plan
-        sends as much over dp for a micro-batch, but for what it gathers when it begins; a position sends and
-        computes, which takes longer meanwhile."""
-        plan, less = self._plan(self._brief).plan, self._timed(self._brief)
-        price, units = cost(plan, self.hardware), plan.table.parameters
-        for position, program in enumerate(plan.programs["train"]):
-            sends_s = _LINEAR / self._brief * sum(
-                price(position, item) for item in program if item.op in (Op.GATHER, Op.REDUCE)
-                and item.group == units[item.unit].shard_group)
-            computes_s = _spent(plan, price, COMPUTE, position) / self._brief
-            microbatch_s = max(microbatch_s, sends_s, computes_s + self.hardware.contention * sends_s)
-        return less + (self.m - self._brief) * microbatch_s
 
     def parts(self) -> StepParts:
         """What a step is made of."""

@@ -81,10 +81,10 @@ class Bounds:
     # ---------------------------------------------------------------- time
 
     def step_s(self, layout: Layout) -> float:
-        """No step is shorter: without traffic over dp and messages, the last position waits for the first
-        forward of those before it, computes all of its micro-batches, and they do its last backward. (Halves
-        of backwards for weights' gradients may run meanwhile. The unit of the loss, which may not be computed
-        again, counts once.)"""
+        """No step is shorter: all micro-batches of the busiest position; or, without messages, the last
+        position waits for the first forward of those before it, computes all of its micro-batches, and they
+        do its last backward. (Halves of backwards for weights' gradients may run meanwhile. The unit of the
+        loss, which may not be computed again, counts once.)"""
         m = self.microbatches(layout)
         busy, before, weights = self._busy(layout)
         return max(m * self.microbatch_s(layout), m * (busy[-1] - weights) + before)

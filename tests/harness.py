@@ -116,7 +116,7 @@ def cell_config(cell: Cell, ranks: int = 16, others: Iterable[str] = ()) -> Conf
 def least_budget(*overrides: str) -> int:
     """Bytes of activations that a rank keeps with every unit recomputed: the least `activation.budget` that
     there can be."""
-    return max(row["activation_peak_bytes"]
+    return max(row.activation_peak_bytes
                for row in stages(Analysis(make_plan(tiny(*overrides, "activation.policy=full")))))
 
 

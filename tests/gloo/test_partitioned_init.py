@@ -22,7 +22,7 @@ from threed.engine.loopback import run_loopback
 from threed.features.zero.units import UnitState
 from threed.planner import layouts, make_mesh, make_plan
 from threed.program.analysis import Analysis
-from threed.program.summary import fixed_bytes, stages
+from threed.program.summary import stages
 from threed.schema import Config
 from threed.spec.parameter import Cut, Parameter
 from threed.tensor.alive import Alive
@@ -72,7 +72,7 @@ def test_one_parameter_at_a_time(others, monkeypatch):
 
     for rank, most in enumerate(run_loopback(plan, mesh, work)):
         row = rows[mesh.coordinate(rank).position]
-        held = fixed_bytes(row) + row["host_bytes"]
+        held = row.fixed_bytes + row.host_bytes
         assert held <= most <= held + largest, f"rank {rank}"
 
 
@@ -134,8 +134,8 @@ def test_more_than_a_process_may_hold():
     model = ["model.layers=64", "model.seq_len=8", "model.hidden=256", "model.heads=4", "zero.stage=3"]
     config, alone = tiny(*model, "parallel.dp=8"), tiny(*model)
     row = stages(Analysis(make_plan(config)))[0]
-    allowed = fixed_bytes(row) + 4 * 4 * 256 * 256 + SLACK
-    assert allowed < 4 * row["parameters"], "the parameters alone must not fit"
+    allowed = row.fixed_bytes + 4 * 4 * 256 * 256 + SLACK
+    assert allowed < 4 * row.parameters, "the parameters alone must not fit"
     pool = Workers(8)
     try:
         losses = pool.run(build, 8, config, allowed)

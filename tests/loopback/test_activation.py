@@ -140,8 +140,8 @@ def test_split_backward(schedule, references):
         assert len(recomputed) == len(set(recomputed))
     unlimited = make_plan(small(f"parallel.schedule={schedule}", *DROPOUT, policy="budget"))
     for full, none in zip(stages(Analysis(plan)), stages(Analysis(unlimited))):
-        assert full["activation_peak_bytes"] < none["activation_peak_bytes"]
-        assert full["slot_peak_bytes"].get("operands") == none["slot_peak_bytes"].get("operands")
+        assert full.activation_peak_bytes < none.activation_peak_bytes
+        assert full.slot_peak_bytes.get("operands") == none.slot_peak_bytes.get("operands")
     assert_contract(config, references)
 
 
@@ -185,6 +185,6 @@ def test_traffic(policy, tp):
     config.train.eval_every = 0
     ranks, mesh, rows = loopback(config, steps=2), make_mesh(config), stages(Analysis(make_plan(config)))
     for rank, sent in enumerate(ranks.sent):
-        a_step = rows[mesh.coordinate(rank).position]["sent_bytes"]
+        a_step = rows[mesh.coordinate(rank).position].sent_bytes
         two_steps = {axis: 2 * size for axis, size in a_step.items()}
         assert {axis: sent.get(axis, 0) for axis in a_step} == two_steps, rank

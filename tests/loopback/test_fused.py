@@ -136,7 +136,7 @@ def test_the_plan_knows():
     peaks = []
     for text in ("off", "auto"):
         config = tiny("precision.dtype=bf16", "parallel.tp=2", *LLAMA, f"model.fused={text}")
-        peaks.append(max(row["activation_peak_bytes"] for row in stages(Analysis(make_plan(config)))))
+        peaks.append(max(row.activation_peak_bytes for row in stages(Analysis(make_plan(config)))))
     model = config.model
     masks = (1 + 2 * model.layers) * model.hidden
     logits = 2 * model.padded_vocab // 2 - 7  # in 16 bits, not 32; and 7 bytes more a token

@@ -153,7 +153,7 @@ def test_the_plan_knows():
     peaks = []
     for others in ([], ["model.loss_chunk=8"]):
         config = tiny("precision.dtype=bf16", "model.vocab=1000", "model.fused=off", *others)
-        peaks.append(max(row["activation_peak_bytes"] for row in stages(Analysis(make_plan(config)))))
+        peaks.append(max(row.activation_peak_bytes for row in stages(Analysis(make_plan(config)))))
     tokens = config.model.seq_len
     assert peaks[0] - peaks[1] == tokens * (2 * config.model.padded_vocab - 7)
 

@@ -101,7 +101,7 @@ def test_bytes(tp):
         config = small(*others, f"parallel.split_messages={way}")
         rows, mesh, ranks = stages(Analysis(make_plan(config))), make_mesh(config), loopback(config, 1)
         for rank, bytes_ in enumerate(ranks.sent):
-            a_step = rows[mesh.coordinate(rank).position]["sent_bytes"]
+            a_step = rows[mesh.coordinate(rank).position].sent_bytes
             assert {axis: bytes_.get(axis, 0) for axis in a_step} == a_step, rank
         sent[way] = ranks.sent[0]
     assert sent["on"]["pp"] * tp == sent["off"]["pp"] > 0

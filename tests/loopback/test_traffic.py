@@ -36,7 +36,7 @@ CASES = {
 def check(config: Config) -> None:
     ranks, mesh, rows = loopback(config, steps=2), make_mesh(config), stages(Analysis(make_plan(config)))
     for rank, sent in enumerate(ranks.sent):
-        a_step = rows[mesh.coordinate(rank).position]["sent_bytes"]
+        a_step = rows[mesh.coordinate(rank).position].sent_bytes
         two_steps = {axis: 2 * size for axis, size in a_step.items()}
         assert {axis: sent.get(axis, 0) for axis in a_step} == two_steps, rank
 

@@ -152,7 +152,7 @@ def every_choice(config: Config) -> list[tuple[int, float]]:
     units = activation.worthwhile(table)
     subsets = [set(some) for n in range(len(units) + 1) for some in itertools.combinations(units, n)]
     plans = (run_passes(config, pipeline, activation.mark(table, some)) for some in subsets)
-    return [(max(row["activation_peak_bytes"] for row in stages(Analysis(plan))),
+    return [(max(row.activation_peak_bytes for row in stages(Analysis(plan))),
              sum(costs[u][0] for u in some))
             for plan, some in zip(plans, subsets)]
 
@@ -177,7 +177,7 @@ def test_budget(name):
     for budget in (most, most - 1, *sorted(random.Random(3).sample(range(least, most), 6)), least):
         config.activation.budget = str(budget)
         plan = make_plan(config)
-        peak = max(row["activation_peak_bytes"] for row in stages(Analysis(plan)))
+        peak = max(row.activation_peak_bytes for row in stages(Analysis(plan)))
         cost = sum(costs[u][0] for u, unit in enumerate(plan.table.units) if unit.recompute)
         cheapest = min(cost for peak, cost in every if peak <= budget)
         assert peak <= budget and cost == cheapest, (budget, cost / cheapest if cheapest else cost)
@@ -195,9 +195,9 @@ def test_budget_that_another_position_meets_late():
               *("parallel.schedule=breadth-first", "parallel.virtual_stages=2"),
               *("model.lora_rank=1", "model.lora_targets=[down_proj]")]
     everything = plan_of(*others, *FULL)
-    least = max(row["activation_peak_bytes"] for row in stages(Analysis(everything)))
+    least = max(row.activation_peak_bytes for row in stages(Analysis(everything)))
     plan = plan_of(*others, "activation.policy=budget", f"activation.budget={least}")
-    assert max(row["activation_peak_bytes"] for row in stages(Analysis(plan))) == least
+    assert max(row.activation_peak_bytes for row in stages(Analysis(plan))) == least
 
 
 def test_budget_above_everything_changes_nothing():

@@ -262,7 +262,7 @@ def moved(plan: Plan) -> list[tuple[Counter[str], int]]:
                 lanes[effects(item, plan.table, position).lane] += moved_by(plan.table, item) * times
                 before |= {item.unit} if item.kind == "gshard" else set()
         of_positions.append((lanes, sum(plan.table.shard_numel(p) for p in plan.table.held(position))))
-        assert stages(Analysis(plan))[position]["moved_bytes"] == lanes
+        assert stages(Analysis(plan))[position].moved_bytes == lanes
     return of_positions
 
 

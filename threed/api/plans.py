@@ -73,7 +73,7 @@ def check(what: Config | Plan) -> dict[str, Any]:
     if isinstance(what, Plan):
         analysis = check_plan(what)
     plan, config = analysis.plan, config_of(analysis.plan)
-    rows = summary.stages(analysis)
+    rows = [row.document() for row in summary.stages(analysis)]
     for position, row in enumerate(rows) if config.run.cuda_graphs else ():
         held = graphs(analysis, position)
         row |= {"cuda_graphs": held.count, "graph_sets": len(held.peaks)}

@@ -11,7 +11,7 @@ import threed
 from threed.base.quantity import show_bytes
 from threed.cli import main as cli
 from threed.cli.runs import _fits
-from threed.html_report import verb as pages
+from threed.html_report import report as pages
 from threed.layout_search import verb as searching
 from threed.prediction.advise import measure
 from threed.prediction.hardware import Hardware

@@ -12,8 +12,8 @@ from threed.config.load import load
 from threed.planner import make_plan
 from threed.prediction.analytic import cost as analytic_cost
 from threed.prediction.hardware import Hardware
+from threed.prediction.predict import priced
 from threed.prediction.report import report, show
-from threed.prediction.verb import priced
 from threed.program.analysis import Analysis
 from threed.program.check import check
 from threed.program.effects import effects

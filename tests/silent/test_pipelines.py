@@ -233,7 +233,7 @@ def test_bytes_of_uneven_stages(name, monkeypatch):
                                             strict=True)):
         position = mesh.coordinate(rank).position
         row = rows[position]
-        planned = sum(row[f"{kind}_bytes"] for kind in ("parameter", "gradient", "optimizer", "buffer"))
+        planned = row.fixed_bytes
         assert size == pytest.approx(planned, rel=1e-3), (rank, size, planned)
         data = 2 * 8 * config.train.global_batch_size // config.dp * config.model.seq_len
         peak, most = row.activation_peak_bytes, max(*seen.before, *seen.after)

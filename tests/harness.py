@@ -22,8 +22,7 @@ from threed.config.contract import Cell, axes, cells, refusal
 from threed.config.load import load
 from threed.engine.engine import Engine
 from threed.engine.loopback import channel_pairs, run_loopback
-from threed.planner import make_mesh, make_plan
-from threed.program.analysis import Analysis
+from threed.planner import analyse, make_mesh, make_plan
 from threed.program.instruction import Op, Slot
 from threed.program.plan import Plan
 from threed.program.summary import stages
@@ -117,7 +116,7 @@ def least_budget(*overrides: str) -> int:
     """Bytes of activations that a rank keeps with every unit recomputed: the least `activation.budget` that
     there can be."""
     return max(row.activation_peak_bytes
-               for row in stages(Analysis(make_plan(tiny(*overrides, "activation.policy=full")))))
+               for row in stages(analyse(tiny(*overrides, "activation.policy=full"))))
 
 
 @cache

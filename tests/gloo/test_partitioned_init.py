@@ -20,7 +20,7 @@ from threed.comm.process import ProcessComm
 from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
 from threed.features.zero.units import UnitState
-from threed.planner import layouts, make_mesh, make_plan
+from threed.planner import analyse, layouts, make_mesh, make_plan
 from threed.program.analysis import Analysis
 from threed.program.summary import stages
 from threed.schema import Config
@@ -133,7 +133,7 @@ def test_more_than_a_process_may_hold():
     without memory."""
     model = ["model.layers=64", "model.seq_len=8", "model.hidden=256", "model.heads=4", "zero.stage=3"]
     config, alone = tiny(*model, "parallel.dp=8"), tiny(*model)
-    row = stages(Analysis(make_plan(config)))[0]
+    row = stages(analyse(config))[0]
     allowed = row.fixed_bytes + 4 * 4 * 256 * 256 + SLACK
     assert allowed < 4 * row.parameters, "the parameters alone must not fit"
     pool = Workers(8)

@@ -21,7 +21,7 @@ from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
 from threed.features.offload.run import OffloadRun
 from threed.features.zero.units import UnitState
-from threed.planner import make_mesh, make_plan
+from threed.planner import analyse, make_mesh, make_plan
 from threed.program.analysis import Analysis
 from threed.program.instruction import Op
 from threed.program.summary import stages
@@ -138,9 +138,9 @@ def test_what_is_away_is_saved(name):
     """Offload that saves nothing: on the device a unit whose state is away keeps none, nor its parameters
     where they are away."""
     path = ["offload.nvme_path=/disk"] if "nvme" in "".join(CASES[name]) else []
-    rows = stages(Analysis(make_plan(tiny(*MODEL, *CASES[name], *path))))
+    rows = stages(analyse(tiny(*MODEL, *CASES[name], *path)))
     without = [text for text in CASES[name] if not text.startswith("offload.")]
-    none = stages(Analysis(make_plan(tiny(*MODEL, *without))))
+    none = stages(analyse(tiny(*MODEL, *without)))
     for row, other in zip(rows, none, strict=True):
         share = 0.65 if "offload.ratio=0.5" in CASES[name] else 0
         assert row.optimizer_bytes <= share * other.optimizer_bytes

@@ -13,7 +13,7 @@ from threed.base.quantity import show_bytes
 from threed.config.load import load
 from threed.config.validate import warnings
 from threed.features.activation import plan as activation
-from threed.planner import make_pipeline, make_plan, make_table, unit_costs
+from threed.planner import analyse, make_pipeline, make_plan, make_table, unit_costs
 from threed.planner.passes import run_passes
 from threed.prediction.analytic import cost as analytic_cost
 from threed.prediction.hardware import Hardware
@@ -136,8 +136,9 @@ def test_pools_are_as_large_as_needed(schedule, way):
     """An arena or a host's pool that would run out in the middle of a step, or one larger than is ever
     used."""
     plan = plan_of(*full(schedule, way, 1))
+    analysis = Analysis(plan)
     for position in range(2):
-        pools = Analysis(plan).buffers(position)
+        pools = analysis.buffers(position)
         kind = "kpart" if "partition" in way else "kept"
         assert pools.kept == (most_taken(plan, position, kind) if "contiguous" in way else {})
         assert pools.host_kept == (most_taken(plan, position, f"host_{kind}") if "cpu" in way else {})
@@ -278,4 +279,4 @@ def test_contiguous_without_effect():
     """An arena on the device that nobody uses, since kept inputs go to the host: a warning."""
     config = config_of(*FULL, "activation.contiguous=true", "activation.offload=cpu")
     assert any("activation.contiguous=true does nothing here" in line for line in warnings(config))
-    assert not any(Analysis(make_plan(config)).buffers(position).kept for position in range(2))
+    assert not any(analyse(config).buffers(position).kept for position in range(2))

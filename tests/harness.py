@@ -23,6 +23,7 @@ from threed.config.load import load
 from threed.engine.engine import Engine
 from threed.engine.loopback import channel_pairs, run_loopback
 from threed.planner import analyse, make_mesh, make_plan
+from threed.program.analysis import Analysis
 from threed.program.instruction import Op, Slot
 from threed.program.plan import Plan
 from threed.program.summary import stages
@@ -180,14 +181,14 @@ def batches(config: Config, comm: Comm, step: int, train: bool = True) -> Callab
 
 def loopback(config: Config, steps: int = 5, plan: Plan | None = None,
              data: Callable[..., Callable[[int], Batch]] = batches) -> Ranks:
-    plan = plan or make_plan(config)
+    analysis = analyse(config) if plan is None else Analysis(plan)
     torch.set_num_threads(1)
 
     def work(comm: Comm):
-        engine = Engine(config, plan, comm)
+        engine = Engine(config, analysis.plan, comm, analysis=analysis)
         return drive(config, engine, comm, steps, data=data)
 
-    return collect(config, run_loopback(plan, make_mesh(config), work))
+    return collect(config, run_loopback(analysis.plan, make_mesh(config), work))
 
 
 def drive(config: Config, engine: Engine, comm: Comm, steps: int,

@@ -14,9 +14,11 @@ from threed.cli.runs import _fits
 from threed.html_report import report as pages
 from threed.layout_search import verb as searching
 from threed.planner import analyse
+from threed.prediction.advise import measure
 from threed.prediction.hardware import Hardware
 from threed.prediction.peak import communicators, fullest, peaks, show, too_much
 from threed.prediction.report import show as show_report
+from threed.prediction.transient import Transient
 
 TOY, H100 = "configs/toy.yaml", Hardware.parse("h100-sxm")
 GPU = "run.device=auto"  # the toy itself is for processors
@@ -24,7 +26,8 @@ GB = 10**9
 PLANS = {
     "one rank": ["parallel.dp=1", "parallel.tp=1", "parallel.pp=1"],
     "zero3": ["zero.stage=3", "parallel.dp=4", "train.global_batch_size=32"],
-    "zero2, groups, zb-v": ["zero.stage=2", "zero.shard_size=2", "parallel.dp=4", "parallel.schedule=zb-v"],
+    "zero2, groups": ["zero.stage=2", "zero.shard_size=2", "parallel.dp=4"],
+    "pipeline": ["parallel.schedule=zb-v", "parallel.pp=4", "parallel.dp=1"],
     "interleaved": ["parallel.schedule=interleaved", "parallel.virtual_stages=2", "activation.policy=full"],
     "offload": ["zero.stage=3", "offload.optimizer=cpu", "offload.parameters=cpu"],
     "graphs, 16 bits": ["run.cuda_graphs=true", "run.device=cuda", "precision.dtype=bf16",
@@ -45,6 +48,7 @@ def test_all_say_the_same(over):
     checked = json.loads(run("check", TOY, *over, "--hardware", "h100-sxm", "--json").stdout)
     assert [row["peak_bytes"]["device"] for row in predicted["stages"]] == wanted
     assert [row["peak_bytes"] for row in checked["peaks"]] == wanted
+    assert measure(config, H100, Transient())["peak_bytes"] == max(wanted)
     text = show_report(predicted)
     assert show(held) in text and f"{show_bytes(max(wanted))} = " in text
 

@@ -29,7 +29,7 @@ from threed.tensor.alive import Alive
 from threed.tensor.random import draw, initial_values
 
 # what else a process takes while it trains: activations, stacks of threads, what the allocator keeps
-SLACK = 72 << 20
+SLACK = 56 << 20
 
 
 class Most(Alive):
@@ -110,7 +110,7 @@ def test_a_part_is_a_part_of_the_whole(parameter):
 
 def build(rank: int, store: str, config: Config, allowed: int) -> float:
     """Make an engine with `allowed` bytes more than the process has, and train one step: its loss."""
-    plan = make_plan(config)
+    analysis = analyse(config)
     comm = ProcessComm(make_mesh(config), rank, torch.device("cpu"), TIMEOUT_S,
                        dist.FileStore(store, config.world_size))
     comm.exchange(None)  # everybody is connected
@@ -120,7 +120,7 @@ def build(rank: int, store: str, config: Config, allowed: int) -> float:
     before = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (used + allowed, before[1]))
     try:
-        engine = Engine(config, plan, comm)
+        engine = Engine(config, analysis.plan, comm, analysis=analysis)
         comm.exchange(None)
         return engine.train_step(batches(config, comm, 0))[0].loss
     finally:

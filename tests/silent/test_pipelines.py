@@ -52,8 +52,8 @@ def ranks_are_late(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Each rank sleeps at random before instructions: now one is far ahead of the others, now another."""
     init, draws = Engine.__init__, {rank: random.Random(100 * seed + rank) for rank in range(16)}
 
-    def delayed(self: Engine, *others: Any) -> None:
-        init(self, *others)
+    def delayed(self: Engine, *args: Any, **options: Any) -> None:
+        init(self, *args, **options)
         draw = draws[self.comm.rank]
 
         def late(handler: Any) -> Any:

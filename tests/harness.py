@@ -22,7 +22,7 @@ from threed.config.contract import Cell, axes, cells, refusal
 from threed.config.load import load
 from threed.engine.engine import Engine
 from threed.engine.loopback import channel_pairs, run_loopback
-from threed.planner import make_mesh, make_plan
+from threed.planner import analyse, make_mesh, make_plan
 from threed.program.analysis import Analysis
 from threed.program.instruction import Op, Slot
 from threed.program.plan import Plan
@@ -116,8 +116,8 @@ def cell_config(cell: Cell, ranks: int = 16, others: Iterable[str] = ()) -> Conf
 def least_budget(*overrides: str) -> int:
     """Bytes of activations that a rank keeps with every unit recomputed: the least `activation.budget` that
     there can be."""
-    return max(row["activation_peak_bytes"]
-               for row in stages(Analysis(make_plan(tiny(*overrides, "activation.policy=full")))))
+    return max(row.activation_peak_bytes
+               for row in stages(analyse(tiny(*overrides, "activation.policy=full"))))
 
 
 @cache
@@ -181,14 +181,14 @@ def batches(config: Config, comm: Comm, step: int, train: bool = True) -> Callab
 
 def loopback(config: Config, steps: int = 5, plan: Plan | None = None,
              data: Callable[..., Callable[[int], Batch]] = batches) -> Ranks:
-    plan = plan or make_plan(config)
+    analysis = analyse(config) if plan is None else Analysis(plan)
     torch.set_num_threads(1)
 
     def work(comm: Comm):
-        engine = Engine(config, plan, comm)
+        engine = Engine(config, analysis.plan, comm, analysis=analysis)
         return drive(config, engine, comm, steps, data=data)
 
-    return collect(config, run_loopback(plan, make_mesh(config), work))
+    return collect(config, run_loopback(analysis.plan, make_mesh(config), work))
 
 
 def drive(config: Config, engine: Engine, comm: Comm, steps: int,

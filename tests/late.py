@@ -72,8 +72,8 @@ def be_late(monkeypatch: pytest.MonkeyPatch, seed: int, late: float = 0.7,
     or all."""
     rng, init = random.Random(seed), Engine.__init__
 
-    def spoiled(self: Engine, *args) -> None:
-        init(self, *args)
+    def spoiled(self: Engine, *args, **options) -> None:
+        init(self, *args, **options)
         for op in (Op.GATHER, Op.FETCH, Op.STEP, Op.REDUCE):
             self.handlers[op] = _spoiling(self, self.handlers[op])
 

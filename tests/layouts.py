@@ -17,7 +17,7 @@ from threed.prediction.contention import step
 from threed.prediction.hardware import Hardware
 from threed.program.analysis import Analysis
 from threed.program.plan import Plan
-from threed.program.summary import fixed_bytes, stages
+from threed.program.summary import stages
 from threed.schedules.orders import SCHEDULES
 from threed.schema import Config
 
@@ -90,8 +90,8 @@ def _held(plan: Plan, transient: Transient | None) -> list[int]:
     analysis = Analysis(plan)
     rows = stages(analysis)
     if transient is None:
-        return [fixed_bytes(row) + row["activation_peak_bytes"] for row in rows]
+        return [row.fixed_bytes + row.activation_peak_bytes for row in rows]
     from threed.prediction.transient import peak_bytes  # torch
 
     held = transient.of(plan)
-    return [fixed_bytes(row) + peak_bytes(analysis, position, held) for position, row in enumerate(rows)]
+    return [row.fixed_bytes + peak_bytes(analysis, position, held) for position, row in enumerate(rows)]

@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,7 @@ def floor(module: str) -> int:
     return FLOOR[top]
 
 
+@cache
 def imports(module: str) -> set[str]:
     """Modules that a module imports anywhere; imports for the type checker alone do not count."""
     names = set()
@@ -146,6 +148,7 @@ COMPUTE_LATER = {"optim.adamw", "base.later",
                  *(module for module in MODULES if module.startswith("models.layers."))}
 
 
+@cache
 def _attributes(module: str) -> set[str]:
     """Dotted names that are read, so that `torch.distributed.x` counts without an import of its own."""
     return {ast.unparse(node) for node in ast.walk(TREES[module]) if isinstance(node, ast.Attribute)}

@@ -37,12 +37,12 @@ if TYPE_CHECKING:
     from threed.base.version import __version__ as __version__
     from threed.config.load import load
     from threed.data.sampling import Sampling
-    from threed.html_report.verb import report
+    from threed.html_report.report import report
     from threed.layout_search.verb import search
     from threed.models.own.model import Layers
     from threed.models.own.spec import Spec
     from threed.monitor.run import Run
-    from threed.prediction.verb import predict
+    from threed.prediction.predict import predict
     from threed.program.plan import Plan
     from threed.schema import Config
     from threed.training.hooks import Callback
@@ -57,7 +57,7 @@ _HOMES = {"__version__": "base.version", "Callback": "training.hooks", "Config":
           "Sampling": "data.sampling", "Spec": "models.own.spec", "ThreedError": "base.errors",
           "Trainer": "training.trainer", "check": "api.plans", "evaluate": "api.inference",
           "generate": "api.inference", "initialize": "api.initialize", "load": "config.load",
-          "plan": "api.plans", "predict": "prediction.verb", "report": "html_report.verb",
+          "plan": "api.plans", "predict": "prediction.predict", "report": "html_report.report",
           "search": "layout_search.verb", "show": "api.plans", "train": "api.plans"}
 
 

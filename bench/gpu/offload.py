@@ -35,10 +35,9 @@ from threed.devices import device_of
 from threed.engine.device import set_up
 from threed.engine.engine import Engine
 from threed.models.model import layers
-from threed.planner import make_mesh, make_plan
-from threed.program.analysis import Analysis
+from threed.planner import analyse, make_mesh, make_plan
 from threed.program.instruction import COMPUTE
-from threed.program.summary import fixed_bytes, stages
+from threed.program.summary import stages
 from threed.program.trace import Trace
 from threed.schema import Config
 
@@ -127,8 +126,8 @@ def config_of(size: Sizes, blocks: int, setting: str) -> Config:
 
 def needs(size: Sizes, blocks: int, setting: str) -> tuple[int, int]:
     """(device, host) bytes of the plan."""
-    row = stages(Analysis(make_plan(config_of(size, blocks, setting))))[0]
-    return fixed_bytes(row) + row["activation_peak_bytes"], row["host_bytes"]
+    row = stages(analyse(config_of(size, blocks, setting)))[0]
+    return row.fixed_bytes + row.activation_peak_bytes, row.host_bytes
 
 
 def largest(size: Sizes, setting: str, device: int, host: int, most: int) -> int:

@@ -33,7 +33,7 @@ from threed.planner import make_mesh, make_plan
 from threed.program.analysis import Analysis
 from threed.program.instruction import Op, Slot
 from threed.program.plan import Plan
-from threed.program.summary import fixed_bytes, stages
+from threed.program.summary import stages
 from threed.schema import Config
 from threed.tensor.context import Batch
 from threed.tensor.precision import DTYPES
@@ -133,7 +133,7 @@ def alone(config: Config) -> Iterator[Comm]:
 def planned_bytes(plan: Plan) -> int:
     """Bytes of the device that a plan needs."""
     row = stages(Analysis(plan))[0]
-    return fixed_bytes(row) + row["activation_peak_bytes"]
+    return row.fixed_bytes + row.activation_peak_bytes
 
 
 def fitting(size: Sizes, memory: int, *more: str) -> tuple[Config, Plan]:

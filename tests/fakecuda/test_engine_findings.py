@@ -80,8 +80,8 @@ def saved(config: Config, aside: bool) -> Path:
     if aside:
         init = Engine.__init__
 
-        def made(self: Engine, *arguments: Any) -> None:
-            init(self, *arguments)
+        def made(self: Engine, *arguments: Any, **options: Any) -> None:
+            init(self, *arguments, **options)
             on_another_stream(self)
 
         Engine.__init__ = made  # pyright: ignore[reportAttributeAccessIssue]

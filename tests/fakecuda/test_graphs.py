@@ -20,9 +20,7 @@ def both(config: Config, steps: int = STEPS) -> None:
     assert len(recorders) == config.world_size
 
 
-@pytest.mark.parametrize("cell", [
-    pytest.param(cell, id=cell.id, marks=[pytest.mark.core] * (index == 9))
-    for index, cell in enumerate(each_value(covering()))])
+@pytest.mark.parametrize("cell", [pytest.param(cell, id=cell.id) for cell in each_value(covering())])
 def test_the_contracts_sample(cell, fake_gpus):
     fake_gpus.run(both, cell_config(cell, ranks=8))
 

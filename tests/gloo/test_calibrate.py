@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import threed
 from threed import devices
 from threed.base.errors import InputError, RunError
-from threed.calibration import verb
+from threed.calibration import calibrate as verb
 from threed.cli.main import app
 from threed.prediction.hardware import load
 

@@ -57,7 +57,6 @@ def test_parity(name, workers, references):
     assert_parity(ranks, references(config))
 
 
-@pytest.mark.core
 def test_bf16_and_bytes(workers):
     """Gloo and loopback agree on the numbers (sums of two are exact in any order) and on every byte sent."""
     config = tiny("parallel.dp=2", "parallel.tp=2", "parallel.pp=2", "precision.dtype=bf16")

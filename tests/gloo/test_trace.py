@@ -19,7 +19,7 @@ from threed.base.errors import InputError
 from threed.base.quantity import show_seconds
 from threed.cli.main import app
 from threed.html_report import timelines
-from threed.html_report.verb import content
+from threed.html_report.report import content
 from threed.monitor.attribute import CAUSES
 from threed.monitor.traces import COLUMNS, read_run
 from threed.planner import make_plan

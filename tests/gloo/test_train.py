@@ -44,7 +44,6 @@ def unbroken(tmp_path_factory, cache):
     return folder / "run", run.output
 
 
-@pytest.mark.core
 def test_metrics_and_summary(unbroken):
     """Every documented key on every step, on one scale with the others, and the summary's lines."""
     folder, output = unbroken

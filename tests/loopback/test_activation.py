@@ -12,7 +12,7 @@ import random
 import pytest
 
 from tests.harness import assert_contract, least_budget, loopback, tiny
-from threed.planner import make_mesh, make_plan
+from threed.planner import analyse, make_mesh, make_plan
 from threed.program.analysis import Analysis
 from threed.program.instruction import Op
 from threed.program.summary import stages
@@ -140,8 +140,8 @@ def test_split_backward(schedule, references):
         assert len(recomputed) == len(set(recomputed))
     unlimited = make_plan(small(f"parallel.schedule={schedule}", *DROPOUT, policy="budget"))
     for full, none in zip(stages(Analysis(plan)), stages(Analysis(unlimited))):
-        assert full["activation_peak_bytes"] < none["activation_peak_bytes"]
-        assert full["slot_peak_bytes"].get("operands") == none["slot_peak_bytes"].get("operands")
+        assert full.activation_peak_bytes < none.activation_peak_bytes
+        assert full.slot_peak_bytes.get("operands") == none.slot_peak_bytes.get("operands")
     assert_contract(config, references)
 
 
@@ -183,8 +183,8 @@ def test_traffic(policy, tp):
     to the byte."""
     config = small("parallel.dp=2", *TP[tp], "train.global_batch_size=8", "zero.stage=3", policy=policy)
     config.train.eval_every = 0
-    ranks, mesh, rows = loopback(config, steps=2), make_mesh(config), stages(Analysis(make_plan(config)))
+    ranks, mesh, rows = loopback(config, steps=2), make_mesh(config), stages(analyse(config))
     for rank, sent in enumerate(ranks.sent):
-        a_step = rows[mesh.coordinate(rank).position]["sent_bytes"]
+        a_step = rows[mesh.coordinate(rank).position].sent_bytes
         two_steps = {axis: 2 * size for axis, size in a_step.items()}
         assert {axis: sent.get(axis, 0) for axis in a_step} == two_steps, rank

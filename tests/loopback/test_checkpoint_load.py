@@ -30,10 +30,10 @@ from tests.loopback.test_checkpoint import (
 from tests.loopback.test_checkpoint_mishaps import go_on
 from threed.base.errors import RunError
 from threed.checkpoint import format as formats
+from threed.checkpoint.box_reader import BoxReader
 from threed.checkpoint.choose import begin_lineage, candidates
 from threed.checkpoint.lineage import Lineage, write_latest
 from threed.checkpoint.load import resume
-from threed.checkpoint.read import BoxReader
 from threed.checkpoint.save import Saver
 from threed.comm.group import Comm
 from threed.engine.engine import Engine

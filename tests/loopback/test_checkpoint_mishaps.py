@@ -17,9 +17,9 @@ import torch
 
 from tests.loopback.test_checkpoint import COUNTERS, DP, TP, at, named, on_ranks, saved_after, step, take
 from threed.base.errors import InputError
+from threed.checkpoint import box_reader as reading
 from threed.checkpoint import format as formats
 from threed.checkpoint import load as loading
-from threed.checkpoint import read as reading
 from threed.checkpoint import save as saving
 from threed.checkpoint.choose import begin_lineage
 from threed.checkpoint.lineage import Lineage

@@ -10,10 +10,10 @@ from itertools import accumulate
 import pytest
 import torch
 
+from threed.checkpoint.box_reader import BoxReader
 from threed.checkpoint.boxes import boxes
 from threed.checkpoint.format import Report, file_name, index_of, seal, unseal
-from threed.checkpoint.read import BoxReader
-from threed.checkpoint.write import Extent, Item, header, report_of
+from threed.checkpoint.shard_file import Extent, Item, header, report_of
 from threed.config.load import load
 from threed.features.zero.shard import FlatLayout
 from threed.planner import layouts, make_mesh, unit_parameters

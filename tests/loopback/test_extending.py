@@ -11,6 +11,7 @@ import pytest
 from tests.guides import ROOT, added_pass, code
 from tests.harness import loopback, same_bits, tiny
 from threed.planner import make_plan
+from threed.program.analysis import Analysis
 from threed.program.plan import Plan
 from threed.program.summary import stages
 from threed.schema import Config
@@ -46,6 +47,7 @@ def test_pass(others):
     full = make_plan(tiny("parallel.pp=2", "parallel.schedule=gpipe", *others, "activation.policy=full"))
     with added_pass():
         half = make_plan(config)
-    scope = {"Plan": Plan, "Config": Config, "same_bits": same_bits, "loopback": loopback, "stages": stages}
+    scope = {"Plan": Plan, "Config": Config, "same_bits": same_bits, "loopback": loopback, "stages": stages,
+             "Analysis": Analysis}
     exec(code("pass")[2], scope)
     scope["test_half"](before, half, full, config)

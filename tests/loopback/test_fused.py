@@ -20,8 +20,7 @@ from threed.base.errors import ConfigError, InputError, RunError
 from threed.engine import compiler
 from threed.engine.compiler import lacks, uncompiled
 from threed.engine.device import compiles
-from threed.planner import make_plan
-from threed.program.analysis import Analysis
+from threed.planner import analyse
 from threed.program.summary import stages
 from threed.tensor import fused
 from threed.tensor.alive import Alive
@@ -136,7 +135,7 @@ def test_the_plan_knows():
     peaks = []
     for text in ("off", "auto"):
         config = tiny("precision.dtype=bf16", "parallel.tp=2", *LLAMA, f"model.fused={text}")
-        peaks.append(max(row["activation_peak_bytes"] for row in stages(Analysis(make_plan(config)))))
+        peaks.append(max(row.activation_peak_bytes for row in stages(analyse(config))))
     model = config.model
     masks = (1 + 2 * model.layers) * model.hidden
     logits = 2 * model.padded_vocab // 2 - 7  # in 16 bits, not 32; and 7 bytes more a token

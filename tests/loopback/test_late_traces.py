@@ -13,6 +13,7 @@ from threed.base.errors import RunError
 from threed.comm.group import Comm
 from threed.devices.clock import HostClock, HostReader
 from threed.devices.cpu import Cpu
+from threed.devices.cuda import Cuda
 from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
 from threed.monitor.measure import Meter
@@ -37,10 +38,16 @@ class LateClock(HostClock):
         return LateReader(begin)
 
 
+def use(monkeypatch: pytest.MonkeyPatch, clock: type[LateClock]) -> None:
+    """On a processor, and on a GPU or what stands for one."""
+    for device in (Cpu, Cuda):
+        monkeypatch.setattr(device, "clock", lambda device: clock())
+
+
 @pytest.fixture(autouse=True)
 def late(monkeypatch):
     LateReader.waits = 0
-    monkeypatch.setattr(Cpu, "clock", lambda device: LateClock())
+    use(monkeypatch, LateClock)
 
 
 def test_a_trace_is_read_once():
@@ -93,7 +100,7 @@ class BusyClock(LateClock):
 def test_where_a_host_that_runs_ahead_has_failed(monkeypatch):
     """At the instruction that the host has reached, and because of no other rank. (A watchdog asks where the
     device is.)"""
-    monkeypatch.setattr(Cpu, "clock", lambda device: BusyClock())
+    use(monkeypatch, BusyClock)
     config = tiny("model.layers=2", "parallel.dp=2", "zero.stage=3")
     plan, said = make_plan(config), {}
 

@@ -13,8 +13,7 @@ from tests.harness import assert_contract, cell_config, covering, loopback, same
 from threed.base.errors import ConfigError
 from threed.base.mesh import Mesh
 from threed.engine.loopback import ThreadGroup, World
-from threed.planner import make_plan
-from threed.program.analysis import Analysis
+from threed.planner import analyse
 from threed.program.summary import stages
 from threed.tensor.layers import vocab_parallel_cross_entropy
 from threed.tensor.softmax import Chunks, add_to_softmax, cross_entropy_in_chunks, cross_entropy_of
@@ -153,7 +152,7 @@ def test_the_plan_knows():
     peaks = []
     for others in ([], ["model.loss_chunk=8"]):
         config = tiny("precision.dtype=bf16", "model.vocab=1000", "model.fused=off", *others)
-        peaks.append(max(row["activation_peak_bytes"] for row in stages(Analysis(make_plan(config)))))
+        peaks.append(max(row.activation_peak_bytes for row in stages(analyse(config))))
     tokens = config.model.seq_len
     assert peaks[0] - peaks[1] == tokens * (2 * config.model.padded_vocab - 7)
 

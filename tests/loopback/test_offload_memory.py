@@ -21,7 +21,7 @@ from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
 from threed.features.offload.run import OffloadRun
 from threed.features.zero.units import UnitState
-from threed.planner import make_mesh, make_plan
+from threed.planner import analyse, make_mesh, make_plan
 from threed.program.analysis import Analysis
 from threed.program.instruction import Op
 from threed.program.summary import stages
@@ -112,13 +112,13 @@ def test_bytes_alive(name, tmp_path):
     for rank, engine in enumerate(engines):
         row = rows[mesh.coordinate(rank).position]
         for kind, sizes in zip(KINDS, map(by_tier(engine).__getitem__, KINDS), strict=True):
-            planned = pytest.approx(row[kind], rel=0.02, abs=4096 * len(sizes))
+            planned = pytest.approx(getattr(row, kind), rel=0.02, abs=4096 * len(sizes))
             assert sum(sizes.values()) == planned, (rank, kind)
             for address, size in sizes.items():
                 assert left.pop(address) == size, f"{kind} of rank {rank} is in memory that counts as another"
         disk = engine.storage.disk
         on_disk = [os.fstat(file.fileno()) for file in disk._files.values()] if disk is not None else []
-        planned = pytest.approx(row["disk_bytes"], rel=0.02)
+        planned = pytest.approx(row.disk_bytes, rel=0.02)
         assert sum(file.st_size for file in on_disk) == planned
         assert sum(file.st_blocks * 512 for file in on_disk) == planned, "not allocated"
         for state in engine.states.values():  # a file that is looked at is no memory
@@ -126,7 +126,8 @@ def test_bytes_alive(name, tmp_path):
                 assert state.optimizer_state.tier == "disk"
                 left.pop(state.optimizer_state.memory.untyped_storage().data_ptr())
         small = {address: left.pop(address) for address in reach(engine).keys() & left.keys()}
-        assert sum(small.values()) < 0.001 * sum(map(row.__getitem__, KINDS)), "nobody said what this is"
+        held = sum(getattr(row, kind) for kind in KINDS)
+        assert sum(small.values()) < 0.001 * held, "nobody said what this is"
         engine.close()
     assert not left, f"{len(left)} storages, {sum(left.values())} bytes, belong to no rank"
     assert not any(Path(tmp_path).iterdir())
@@ -137,11 +138,11 @@ def test_what_is_away_is_saved(name):
     """Offload that saves nothing: on the device a unit whose state is away keeps none, nor its parameters
     where they are away."""
     path = ["offload.nvme_path=/disk"] if "nvme" in "".join(CASES[name]) else []
-    rows = stages(Analysis(make_plan(tiny(*MODEL, *CASES[name], *path))))
+    rows = stages(analyse(tiny(*MODEL, *CASES[name], *path)))
     without = [text for text in CASES[name] if not text.startswith("offload.")]
-    none = stages(Analysis(make_plan(tiny(*MODEL, *without))))
+    none = stages(analyse(tiny(*MODEL, *without)))
     for row, other in zip(rows, none, strict=True):
         share = 0.65 if "offload.ratio=0.5" in CASES[name] else 0
-        assert row["optimizer_bytes"] <= share * other["optimizer_bytes"]
+        assert row.optimizer_bytes <= share * other.optimizer_bytes
         if "zero.stage=3" in CASES[name]:
-            assert row["parameter_bytes"] <= share * other["parameter_bytes"]
+            assert row.parameter_bytes <= share * other.parameter_bytes

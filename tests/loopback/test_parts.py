@@ -13,8 +13,7 @@ from threed.comm.group import Comm
 from threed.data.sampling import Sampling
 from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
-from threed.planner import make_mesh, make_plan
-from threed.program.analysis import Analysis
+from threed.planner import analyse, make_mesh, make_plan
 from threed.program.instruction import MESSAGES, PARTS, WHOLES, Op
 from threed.program.summary import stages
 from threed.schema import Config
@@ -99,9 +98,9 @@ def test_bytes(tp):
     sent = {}
     for way in ("off", "on"):
         config = small(*others, f"parallel.split_messages={way}")
-        rows, mesh, ranks = stages(Analysis(make_plan(config))), make_mesh(config), loopback(config, 1)
+        rows, mesh, ranks = stages(analyse(config)), make_mesh(config), loopback(config, 1)
         for rank, bytes_ in enumerate(ranks.sent):
-            a_step = rows[mesh.coordinate(rank).position]["sent_bytes"]
+            a_step = rows[mesh.coordinate(rank).position].sent_bytes
             assert {axis: bytes_.get(axis, 0) for axis in a_step} == a_step, rank
         sent[way] = ranks.sent[0]
     assert sent["on"]["pp"] * tp == sent["off"]["pp"] > 0

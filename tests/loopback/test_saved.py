@@ -213,7 +213,7 @@ def test_peak(name):
     act_bytes = plan.table.act_bytes
     for rank, seen in enumerate(watch(config, plan)):
         position = mesh.coordinate(rank).position
-        peak = stages(Analysis(plan))[position]["activation_peak_bytes"]
+        peak = stages(Analysis(plan))[position].activation_peak_bytes
         measured_peak = max(*seen.before, *seen.after) + seen.arena
         assert seen.host == Analysis(plan).memory(position).peak("host_kept", "host_kpart")
         kept = sum(numel * count for numel, count in Analysis(plan).buffers(position).kept.items())

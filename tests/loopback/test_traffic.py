@@ -8,8 +8,7 @@ import random
 import pytest
 
 from tests.harness import loopback, tiny
-from threed.planner import make_mesh, make_plan
-from threed.program.analysis import Analysis
+from threed.planner import analyse, make_mesh, make_plan
 from threed.program.summary import stages
 from threed.schema import Config
 
@@ -34,9 +33,9 @@ CASES = {
 
 
 def check(config: Config) -> None:
-    ranks, mesh, rows = loopback(config, steps=2), make_mesh(config), stages(Analysis(make_plan(config)))
+    ranks, mesh, rows = loopback(config, steps=2), make_mesh(config), stages(analyse(config))
     for rank, sent in enumerate(ranks.sent):
-        a_step = rows[mesh.coordinate(rank).position]["sent_bytes"]
+        a_step = rows[mesh.coordinate(rank).position].sent_bytes
         two_steps = {axis: 2 * size for axis, size in a_step.items()}
         assert {axis: sent.get(axis, 0) for axis in a_step} == two_steps, rank
 

@@ -118,7 +118,7 @@ def test_dtypes(stage, grad, reduce, master, references):
     # the last sum is over groups
     assert fits_bf16(ranks.first_grads) == ("bf16" in (grad, reduce if groups else None))
     plan = make_plan(config)
-    assert ranks.sent[0]["dp"] == 4 * stages(Analysis(plan))[0]["sent_bytes"]["dp"]
+    assert ranks.sent[0]["dp"] == 4 * stages(Analysis(plan))[0].sent_bytes["dp"]
     assert plan.table.elements.reduce == (4 if reduce == "fp32" else 2)
 
 

@@ -13,7 +13,7 @@ from threed.base.quantity import show_bytes
 from threed.config.load import load
 from threed.config.validate import warnings
 from threed.features.activation import plan as activation
-from threed.planner import make_pipeline, make_plan, make_table, unit_costs
+from threed.planner import analyse, make_pipeline, make_plan, make_table, unit_costs
 from threed.planner.passes import run_passes
 from threed.prediction.analytic import cost as analytic_cost
 from threed.prediction.hardware import Hardware
@@ -136,8 +136,9 @@ def test_pools_are_as_large_as_needed(schedule, way):
     """An arena or a host's pool that would run out in the middle of a step, or one larger than is ever
     used."""
     plan = plan_of(*full(schedule, way, 1))
+    analysis = Analysis(plan)
     for position in range(2):
-        pools = Analysis(plan).buffers(position)
+        pools = analysis.buffers(position)
         kind = "kpart" if "partition" in way else "kept"
         assert pools.kept == (most_taken(plan, position, kind) if "contiguous" in way else {})
         assert pools.host_kept == (most_taken(plan, position, f"host_{kind}") if "cpu" in way else {})
@@ -152,7 +153,7 @@ def every_choice(config: Config) -> list[tuple[int, float]]:
     units = activation.worthwhile(table)
     subsets = [set(some) for n in range(len(units) + 1) for some in itertools.combinations(units, n)]
     plans = (run_passes(config, pipeline, activation.mark(table, some)) for some in subsets)
-    return [(max(row["activation_peak_bytes"] for row in stages(Analysis(plan))),
+    return [(max(row.activation_peak_bytes for row in stages(Analysis(plan))),
              sum(costs[u][0] for u in some))
             for plan, some in zip(plans, subsets)]
 
@@ -177,7 +178,7 @@ def test_budget(name):
     for budget in (most, most - 1, *sorted(random.Random(3).sample(range(least, most), 6)), least):
         config.activation.budget = str(budget)
         plan = make_plan(config)
-        peak = max(row["activation_peak_bytes"] for row in stages(Analysis(plan)))
+        peak = max(row.activation_peak_bytes for row in stages(Analysis(plan)))
         cost = sum(costs[u][0] for u, unit in enumerate(plan.table.units) if unit.recompute)
         cheapest = min(cost for peak, cost in every if peak <= budget)
         assert peak <= budget and cost == cheapest, (budget, cost / cheapest if cheapest else cost)
@@ -195,9 +196,9 @@ def test_budget_that_another_position_meets_late():
               *("parallel.schedule=breadth-first", "parallel.virtual_stages=2"),
               *("model.lora_rank=1", "model.lora_targets=[down_proj]")]
     everything = plan_of(*others, *FULL)
-    least = max(row["activation_peak_bytes"] for row in stages(Analysis(everything)))
+    least = max(row.activation_peak_bytes for row in stages(Analysis(everything)))
     plan = plan_of(*others, "activation.policy=budget", f"activation.budget={least}")
-    assert max(row["activation_peak_bytes"] for row in stages(Analysis(plan))) == least
+    assert max(row.activation_peak_bytes for row in stages(Analysis(plan))) == least
 
 
 def test_budget_above_everything_changes_nothing():
@@ -278,4 +279,4 @@ def test_contiguous_without_effect():
     """An arena on the device that nobody uses, since kept inputs go to the host: a warning."""
     config = config_of(*FULL, "activation.contiguous=true", "activation.offload=cpu")
     assert any("activation.contiguous=true does nothing here" in line for line in warnings(config))
-    assert not any(Analysis(make_plan(config)).buffers(position).kept for position in range(2))
+    assert not any(analyse(config).buffers(position).kept for position in range(2))

@@ -11,6 +11,7 @@ import threed
 from threed.api.plans import explain
 from threed.base.errors import InputError
 from threed.cli.main import app
+from threed.program.analysis import Analysis
 from threed.program.effects import effects
 from threed.program.instruction import BACKWARDS, MESSAGES, PHASES, Op
 from threed.program.traffic import sent_by
@@ -41,10 +42,11 @@ def test_each_instruction_has_its_pass(overrides):
     """An instruction that is attributed to the wrong pass; slots, ranks or bytes that are not the plan's. (Of
     a long program, every third instruction.)"""
     plan = threed.plan(threed.load(None, [*BASE, *overrides]))
+    analysis = Analysis(plan)
     for name, programs in plan.programs.items():
         for index in range(0, len(programs[0]), 3 if len(programs[0]) > 100 else 1):
             item = programs[0][index]
-            answer = explain(plan, index, 0, name)
+            answer = explain(analysis, index, 0, name)
             assert answer["pass"] in PASSES[item.op], (str(item), answer["pass"])
             effect = effects(item, plan.table, 0)
             assert [each["slot"] for each in answer.get("reads", ())] == list(map(str, effect.reads))
@@ -54,7 +56,7 @@ def test_each_instruction_has_its_pass(overrides):
             for after in answer["after"]:
                 assert int(after.split()[0]) < index
             for waits in answer["waits for it"]:
-                later = explain(plan, int(waits.split()[0]), 0, name)
+                later = explain(analysis, int(waits.split()[0]), 0, name)
                 assert f"{index}  {item}" in later["after"]
             if item.op == Op.CLIP:
                 assert answer["with ranks"] == list(range(1, 8))

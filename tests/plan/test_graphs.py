@@ -8,8 +8,7 @@ import pytest
 
 from tests.harness import schedule_config, tiny
 from threed.api import plans as api
-from threed.planner import make_plan
-from threed.program.analysis import Analysis
+from threed.planner import analyse
 from threed.program.effects import effects
 from threed.program.graphs import graphs
 from threed.program.instruction import COMPUTE, PARAMETER_KINDS
@@ -36,9 +35,10 @@ def passes(plan: Plan, position: int) -> dict[tuple[int, int], tuple[int, int]]:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_passes_that_are_alive_together(schedule):
     """They have memory of their own. And no more memory than there must be."""
-    plan = make_plan(schedule_config(schedule, 2, 1, 1, "3p+1"))
+    analysis = analyse(schedule_config(schedule, 2, 1, 1, "3p+1"))
+    plan = analysis.plan
     for position, program in enumerate(plan.programs["train"]):
-        found, spans = graphs(Analysis(plan), position), passes(plan, position)
+        found, spans = graphs(analysis, position), passes(plan, position)
         set_of = {}
         for index, turn in found.turns.items():
             which = turn.key.stage, program[index].microbatch
@@ -55,8 +55,8 @@ def test_passes_that_are_alive_together(schedule):
 
 def test_one_forward_one_backward():
     """As many sets as micro-batches in flight. The first micro-batch begins a gradient, the others add."""
-    plan = make_plan(tiny("parallel.pp=4", "model.layers=6", "parallel.schedule=1f1b"))
-    found = [graphs(Analysis(plan), position) for position in range(4)]
+    analysis = analyse(tiny("parallel.pp=4", "model.layers=6", "parallel.schedule=1f1b"))
+    found = [graphs(analysis, position) for position in range(4)]
     assert [len(each.peaks) for each in found] == [4, 3, 2, 1]
     assert [len({turn.key.variant for turn in each.turns.values()}) for each in found] == [2] * 4
     assert [each.count for each in found] == [2 * 2 * (sets + 1) for sets in (4, 3, 2, 1)]
@@ -64,9 +64,8 @@ def test_one_forward_one_backward():
 
 def test_buffers_are_those_of_a_variant():
     """Under ZeRO-3 with an odd number of uses, a unit's parameters are in another buffer each time."""
-    plan = make_plan(tiny("zero.stage=3", "zero.residency=2", "parallel.dp=2", "model.layers=5",
-                          "train.global_batch_size=8"))
-    found = graphs(Analysis(plan), 0)
+    found = graphs(analyse(tiny("zero.stage=3", "zero.residency=2", "parallel.dp=2", "model.layers=5",
+                                "train.global_batch_size=8")), 0)
     assert 1 < len({turn.key.variant for turn in found.turns.values()}) <= 4
     assert len(found.peaks) == 1
 

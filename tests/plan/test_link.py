@@ -55,8 +55,9 @@ def test_effects_of_a_form(name):
 def test_links_by_strands(name):
     """A link within a strand that is missing, or is another micro-batch's; a slot that is lost at the end."""
     plan = plan_of(name)
+    forms = Forms(plan.table)
     for _, position, program, start in each_program(plan):
-        links = link(program, plan.table, position, start)
+        links = link(program, plan.table, position, start, forms)
         whole = follow(enumerate(links.effects), start)
         producers: list[list[int]] = [[] for _ in program]
         for first, then in whole.pairs:
@@ -69,8 +70,9 @@ def test_links_by_strands(name):
 def test_memory_by_strands(name):
     """Bytes that come an instruction early or late, or stay."""
     plan = plan_of(name)
+    forms = Forms(plan.table)
     for _, position, program, start in each_program(plan):
-        links = link(program, plan.table, position, start)
+        links = link(program, plan.table, position, start, forms)
         by_kind = memory(program, plan.table, links, start).by_kind
         alive = {slot: plan.table.size(slot) for slot in start}
         for index, effect in enumerate(links.effects):
@@ -87,9 +89,9 @@ def test_memory_by_strands(name):
 def test_simulated_is_what_is_waited_for(name):
     """The simulator's links give each instruction the time, to the bit, that the engine's waits give it."""
     plan = plan_of(name)
+    analysis = Analysis(plan)
     cost = analytic_cost(plan, Hardware(tflops=0.01, link_gbps=3.0, read_gbps=1.0, adapter_gbps=2.0))
     for name, programs in plan.programs.items():
-        analysis = Analysis(plan)
         engines = [analysis.run_links(name, position) for position in range(len(programs))]
         assert walk(programs, analysis.simulated(name), Mode.BUFFERED, cost) == walk(
             programs, engines, Mode.BUFFERED, cost)
@@ -99,8 +101,9 @@ def test_simulated_is_what_is_waited_for(name):
 def test_a_walk_without_a_graph(name, monkeypatch):
     """Going from program to program gives the times, to the bit, of the visit of the graph."""
     plan, rng = plan_of(name), random.Random(name)
+    analysis = Analysis(plan)
     for name, programs in plan.programs.items():
-        links = Analysis(plan).simulated(name)
+        links = analysis.simulated(name)
         seconds = [[rng.choice((0.0, rng.random())) for _ in program] for program in programs]
         when = in_turn(links, seconds)
         with monkeypatch.context() as patch:
@@ -141,13 +144,14 @@ def test_all_meet(monkeypatch):
     which all calls block although they do not. And the walk without a graph has no result where it cannot
     end, although the lanes together might."""
     plan, rng, stuck, only_lanes = plan_of("1f1b"), random.Random(4), 0, 0
+    forms = Forms(plan.table)
     for _ in range(150):
         programs = [list(program) for program in plan.programs["train"]]
         program = rng.choice(programs)
         messages = [at for at, item in enumerate(program) if item.op in (Op.SEND, Op.RECV)]
         at, other = sorted(rng.sample(messages, 2))
         program[at:other + 1] = [*program[at + 1:other + 1], program[at]]
-        links = [link(each, plan.table, position, seam_of(plan.table, position))
+        links = [link(each, plan.table, position, seam_of(plan.table, position), forms)
                  for position, each in enumerate(programs)]
         if any(linked.faults for linked in links) or not _same_messages(programs):
             continue

@@ -223,7 +223,7 @@ def rooms_of(table: Table) -> dict[str, Callable[[int], int]]:
 def test_buffers_are_enough_and_no_more(drawn):
     """A pool that runs dry in the middle of a step, or one with buffers that nobody ever takes."""
     for _, plan in drawn:
-        table = plan.table
+        table, analysis = plan.table, Analysis(plan)
         for position in range(table.num_positions):
             rooms = rooms_of(table)
             most: dict[str, Counter[int]] = {name: Counter() for name in rooms}
@@ -233,7 +233,7 @@ def test_buffers_are_enough_and_no_more(drawn):
                     tiers.play(item)
                     for name, room in rooms.items():
                         most[name] |= Counter(map(room, getattr(tiers, name)))
-            pools = Analysis(plan).buffers(position)
+            pools = analysis.buffers(position)
             of_size = Counter(map(table.shard_numel, table.held(position)))
             for name, pool in (("states", pools.host_states), ("weights", pools.host_weights),
                                ("up", pools.pshards)):
@@ -252,7 +252,7 @@ def test_buffers_are_enough_and_no_more(drawn):
 def moved(plan: Plan) -> list[tuple[Counter[str], int]]:
     """Of each position: bytes by lane in a step, and elements of a rank's shards. The second part of a
     gradient is added to the first, which comes up and goes down again."""
-    of_positions = []
+    of_positions, rows = [], stages(Analysis(plan))
     for position, program in enumerate(plan.programs["train"]):
         lanes: Counter[str] = Counter()
         before: set[int] = set()
@@ -262,7 +262,7 @@ def moved(plan: Plan) -> list[tuple[Counter[str], int]]:
                 lanes[effects(item, plan.table, position).lane] += moved_by(plan.table, item) * times
                 before |= {item.unit} if item.kind == "gshard" else set()
         of_positions.append((lanes, sum(plan.table.shard_numel(p) for p in plan.table.held(position))))
-        assert stages(Analysis(plan))[position]["moved_bytes"] == lanes
+        assert rows[position].moved_bytes == lanes
     return of_positions
 
 

@@ -16,7 +16,7 @@ from threed.cli import main as cli
 from threed.cli import options
 from threed.config.load import for_devices
 from threed.prediction.hardware import load as hardware
-from threed.prediction.verb import parse_tokens
+from threed.prediction.predict import parse_tokens
 
 TOY, OPEN = "configs/toy.yaml", "configs/llama3-8b.yaml"
 EIGHT = "parallel.tp=4", "parallel.pp=2"

@@ -6,7 +6,7 @@ import pytest
 
 from tests.harness import cell_config, covering, each_value, tiny
 from tests.races import is_no_race, races
-from threed.planner import make_plan
+from threed.planner import analyse, make_plan
 from threed.program.analysis import Analysis
 from threed.program.instruction import COMPUTE, Instruction, Op
 from threed.program.plan import Plan
@@ -31,10 +31,10 @@ LARGE: dict[str, list[str]] = {
 
 def orders(plan: Plan):
     """(program, order, table, pools) of each program and position."""
+    analysis = Analysis(plan)
     for name, programs in plan.programs.items():
         for position, program in enumerate(programs):
-            pools = Analysis(plan).buffers(position)
-            yield program, Analysis(plan).order(name, position), plan.table, pools
+            yield program, analysis.order(name, position), plan.table, analysis.buffers(position)
 
 
 def check(config: Config) -> None:
@@ -108,13 +108,13 @@ def test_what_is_awaited_already_is_left_out():
 def test_predicted_is_what_is_issued(name):
     """The simulator begins an instruction when its lane is free, all that it waits for has ended, and the
     host has read the result of CLIP; not before, and not later."""
-    plan = make_plan(tiny(*LARGE[name]))
-    links = Analysis(plan).simulated("train")
+    analysis = analyse(tiny(*LARGE[name]))
+    plan, links = analysis.plan, analysis.simulated("train")
     times = {Op.FORWARD: 2.0, Op.BACKWARD: 4.0, Op.GATHER: 1.5, Op.REDUCE: 2.5, Op.OFFLOAD: 1.2,
              Op.FETCH: 0.7}
     when = walk(plan.programs["train"], links, Mode.BUFFERED, lambda _, item: times.get(item.op, 0.1))
     for position, program in enumerate(plan.programs["train"]):
-        order = Analysis(plan).order("train", position)
+        order = analysis.order("train", position)
         ended, clip_s = dict[str, float](), 0.0
         for index, effect in enumerate(order.effects):
             least = max(ended.get(effect.lane, 0.0), clip_s,

@@ -16,7 +16,7 @@ from threed.html_report import content as contents
 from threed.html_report import figures, html, timelines
 from threed.html_report.content import Content, thin
 from threed.html_report.drawing import byte_unit, time_unit
-from threed.html_report.verb import content
+from threed.html_report.report import content
 from threed.monitor.attribute import CAUSES
 from threed.prediction.report import show
 from threed.program.analysis import Analysis

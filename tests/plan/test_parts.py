@@ -206,12 +206,12 @@ def test_sizes():
     assert pieces.table.size(Slot("actpart", 3, 0)) == pieces.table.size(Slot("gradpart", 3, 0)) == act // 8
     m = whole.table.num_microbatches
     for before, after in zip(stages(Analysis(whole)), stages(Analysis(pieces))):
-        assert before["sent_bytes"]["pp"] == 8 * after["sent_bytes"]["pp"] == m * act
-        assert after["sent_bytes"]["tp"] - before["sent_bytes"]["tp"] == m * ring(act, 8)
+        assert before.sent_bytes["pp"] == 8 * after.sent_bytes["pp"] == m * act
+        assert after.sent_bytes["tp"] - before.sent_bytes["tp"] == m * ring(act, 8)
         # While JOIN makes the whole, the part is alive, too.
-        assert after["activation_peak_bytes"] <= before["activation_peak_bytes"] + act // 8
+        assert after.activation_peak_bytes <= before.activation_peak_bytes + act // 8
     gpipe = ["parallel.schedule=gpipe", *FAR]
-    before, after = (stages(Analysis(plan_of(*gpipe, way)))[1]["slot_peak_bytes"]
+    before, after = (stages(Analysis(plan_of(*gpipe, way)))[1].slot_peak_bytes
                      for way in (OFF, "zero.stage=1"))
     assert after["act"] + after["actpart"] < before["act"] + act
 

@@ -11,14 +11,14 @@ import threed
 from threed.base.quantity import show_bytes
 from threed.cli import main as cli
 from threed.cli.runs import _fits
-from threed.html_report import verb as pages
+from threed.html_report import report as pages
 from threed.layout_search import verb as searching
+from threed.planner import analyse
 from threed.prediction.advise import measure
 from threed.prediction.hardware import Hardware
 from threed.prediction.peak import communicators, fullest, peaks, show, too_much
 from threed.prediction.report import show as show_report
 from threed.prediction.transient import Transient
-from threed.program.analysis import Analysis
 
 TOY, H100 = "configs/toy.yaml", Hardware.parse("h100-sxm")
 GPU = "run.device=auto"  # the toy itself is for processors
@@ -43,7 +43,7 @@ def run(*words: str):
 def test_all_say_the_same(over):
     """Three commands, three peaks: the smallest decided whether anybody was warned."""
     config = threed.load(TOY, over)
-    held = peaks(Analysis(threed.plan(config)), H100)
+    held = peaks(analyse(config), H100)
     wanted, predicted = [row.total for row in held], threed.predict(config, "h100-sxm")
     checked = json.loads(run("check", TOY, *over, "--hardware", "h100-sxm", "--json").stdout)
     assert [row["peak_bytes"]["device"] for row in predicted["stages"]] == wanted
@@ -76,7 +76,7 @@ def test_search_and_advise_say_what_predict_says(tmp_path):
 
 def test_what_stays_free():
     """The same limit everywhere: one byte more than may be in use does not fit."""
-    rows = peaks(Analysis(threed.plan(threed.load(TOY, [GPU]))), H100)
+    rows = peaks(analyse(threed.load(TOY, [GPU])), H100)
     need = fullest(rows).total
     enough, short = round(need / 0.95) + 1, round(need / 0.95) - 100
     assert too_much(rows, H100, enough) is None and "5% stay free" in str(too_much(rows, H100, short))
@@ -93,7 +93,7 @@ def test_what_stays_free():
 
 def test_init_asks_for_the_same_peak():
     values = {"parallel.dp": 1, "train.global_batch_size": 2, "train.micro_batch_size": 1}
-    need = fullest(peaks(Analysis(threed.plan(threed.load(None, [f"{k}={v}" for k, v in values.items()]))),
+    need = fullest(peaks(analyse(threed.load(None, [f"{k}={v}" for k, v in values.items()])),
                          Hardware.parse(""))).total
     assert _fits(values, round(need / 0.95) + 1) and not _fits(values, round(need / 0.95) - 100)
 

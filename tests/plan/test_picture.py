@@ -9,8 +9,8 @@ import pytest
 
 import threed
 from threed.program.analysis import Analysis
-from threed.program.picture import nice_step, picture, svg
 from threed.program.show import timeline
+from threed.program.timeline_svg import nice_step, picture, svg
 
 NAME = "{http://www.w3.org/2000/svg}"
 

@@ -14,8 +14,7 @@ import pytest
 from threed.base.errors import ConfigError
 from threed.config.load import load
 from threed.config.validate import stage_runs, validate
-from threed.planner import make_plan
-from threed.program.check import check
+from threed.planner import analyse, make_plan
 from threed.program.instruction import COMPUTE, Op
 from threed.program.plan import Plan
 from threed.program.walk import Mode, walk
@@ -83,12 +82,11 @@ def test_nothing_is_stuck_in_any_mode():
     """`check` that no longer walks: each mode is walked here once more, on a part of the configs."""
     rng = random.Random(8)
     for _ in range(200):
-        plan = make_plan(draw(rng))
-        analysis = check(plan)
-        for name in plan.programs:
+        analysis = analyse(draw(rng))
+        for name, programs in analysis.plan.programs.items():
             links = analysis.links(name)
             for mode in Mode:
-                when = walk(plan.programs[name], links, mode, lambda *_: 1.0)
+                when = walk(programs, links, mode, lambda *_: 1.0)
                 assert when.stuck == []
                 assert all(end > start for row in zip(when.start, when.end) for start, end in zip(*row))
 

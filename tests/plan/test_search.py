@@ -138,7 +138,7 @@ def test_nothing_better_is_dropped():
 def test_less_memory():
     """Less memory: other layouts, never faster ones; too little: none, and what is nearest."""
     large = ("model.layers=24", "model.hidden=2048", "model.heads=16", "train.micro_batch_size=2",
-             "parallel.axis_order=pp-dp-tp")
+             "parallel.axis_order=pp-dp-tp", "parallel.tp=1")
     roomy, tight = (searched(8, *large, memory=size)[1] for size in (80e9, 8e9))
     assert tight.found and tight.dropped[NO_MEMORY] > roomy.dropped[NO_MEMORY]
     assert tight.found[0].step_s >= roomy.found[0].step_s

@@ -12,8 +12,8 @@ from threed.config.load import load
 from threed.planner import make_plan
 from threed.prediction.analytic import cost as analytic_cost
 from threed.prediction.hardware import Hardware
+from threed.prediction.predict import priced
 from threed.prediction.report import report, show
-from threed.prediction.verb import priced
 from threed.program.analysis import Analysis
 from threed.program.check import check
 from threed.program.effects import effects
@@ -60,7 +60,7 @@ def test_every_unit_is_copied_once(mesh):
 def test_where_there_is_none(others):
     """Without a snapshot program STEP waits for nothing and the host holds nothing."""
     plan = plan_of(*others)
-    assert SNAPSHOT not in plan.programs and not any(row["snapshot_bytes"] for row in stages(Analysis(plan)))
+    assert SNAPSHOT not in plan.programs and not any(row.snapshot_bytes for row in stages(Analysis(plan)))
     assert not any(slot.kind == "snapshot" for slot in seam_of(plan.table, 0))
 
 
@@ -118,7 +118,7 @@ def test_bytes(others, kinds, share):
     plan = plan_of(*others)
     (row,) = stages(Analysis(plan))
     numel = sum(unit.numel for unit in plan.table.parameters.values())
-    assert row["snapshot_bytes"] == numel // share * 4 * kinds
+    assert row.snapshot_bytes == numel // share * 4 * kinds
 
 
 def test_what_it_costs():

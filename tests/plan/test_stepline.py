@@ -12,7 +12,7 @@ from threed.base.errors import InputError
 from threed.base.quantity import many, parse_seconds, show_left_s
 from threed.config.load import load
 from threed.monitor.stepline import Parts, waiting
-from threed.program.analysis import Analysis
+from threed.planner import analyse
 
 METRICS = {"train/loss": 5.6477, "train/grad_norm": 0.95, "train/lr": 2.1e-3, "perf/step_s": 1.61,
            "perf/tokens_per_s": 2544.0, "pipeline/bubble_measured": 0.25, "pipeline/bubble_predicted": 0.21,
@@ -100,13 +100,13 @@ def test_a_long_step_is_predicted():
 
     cpu = torch.device("cpu")
     config = load("configs/gpt2-small.yaml", ["parallel.dp=1"])
-    found = predicted_s(config, Analysis(api.plan(config)), cpu)
+    found = predicted_s(config, analyse(config), cpu)
     assert found is not None
     config.run.device = "cpu"
     assert found[0] == api.predict(config)["step_time"] and found[1] == "cpu-core"
     assert "will take about " in step_line(*found) and "min, as predicted for cpu-core" in step_line(*found)
     toy = load("configs/toy.yaml")
-    assert predicted_s(toy, Analysis(api.plan(toy)), cpu) is None
+    assert predicted_s(toy, analyse(toy), cpu) is None
 
 
 @pytest.mark.parametrize("command, given, expected", [

@@ -13,8 +13,8 @@ from threed.planner.from_config import save_config
 from threed.prediction.analytic import cost as analytic_cost
 from threed.prediction.hardware import Hardware
 from threed.prediction.hardware import load as load_hardware
+from threed.prediction.predict import predict, priced
 from threed.prediction.rescale import transferred
-from threed.prediction.verb import predict, priced
 from threed.program.analysis import Analysis
 from threed.program.costs import save_costs
 from threed.program.instruction import COMPUTE, Op

@@ -343,7 +343,7 @@ def test_buffers_are_enough_and_no_more(drawn):
     the instructions, as the handlers take and give: a GATHER takes and a RELEASE gives; a gradient is taken
     when the first is added and given when its reduction is issued."""
     for config, plan in drawn:
-        table = plan.table
+        table, analysis = plan.table, Analysis(plan)
         for position in range(config.parallel.pp):
             numel = {p: table.parameters[p].numel for p in table.held(position)}
             times = {"param": [], "grad": []}  # sizes of what is taken, after each instruction
@@ -360,7 +360,7 @@ def test_buffers_are_enough_and_no_more(drawn):
                         holds["grad"].discard(item.unit)
                     for kind, units in holds.items():
                         times[kind].append([numel[p] for p in units])
-            pools = Analysis(plan).buffers(position)
+            pools = analysis.buffers(position)
             for kind, sizes, spare in (("param", pools.params, 0), ("grad", pools.grads, 1)):
                 ends, separate = sorted(sizes), Counter()
                 for taken in times[kind]:

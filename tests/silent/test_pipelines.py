@@ -52,8 +52,8 @@ def ranks_are_late(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Each rank sleeps at random before instructions: now one is far ahead of the others, now another."""
     init, draws = Engine.__init__, {rank: random.Random(100 * seed + rank) for rank in range(16)}
 
-    def delayed(self: Engine, *others: Any) -> None:
-        init(self, *others)
+    def delayed(self: Engine, *args: Any, **options: Any) -> None:
+        init(self, *args, **options)
         draw = draws[self.comm.rank]
 
         def late(handler: Any) -> Any:
@@ -220,7 +220,7 @@ def test_bytes_of_uneven_stages(name, monkeypatch):
     config = tiny(*test_saved.SIZES, "model.layers=4", *UNEVEN[name])
     plan, mesh = make_plan(config), make_mesh(config)
     rows, table = stages(Analysis(plan)), plan.table
-    assert len({row["parameters"] for row in rows}) > 1
+    assert len({row.parameters for row in rows}) > 1
 
     def held(comm: Comm) -> int:
         engine = Engine(config, plan, comm)
@@ -233,10 +233,10 @@ def test_bytes_of_uneven_stages(name, monkeypatch):
                                             strict=True)):
         position = mesh.coordinate(rank).position
         row = rows[position]
-        planned = sum(row[f"{kind}_bytes"] for kind in ("parameter", "gradient", "optimizer", "buffer"))
+        planned = row.fixed_bytes
         assert size == pytest.approx(planned, rel=1e-3), (rank, size, planned)
         data = 2 * 8 * config.train.global_batch_size // config.dp * config.model.seq_len
-        peak, most = row["activation_peak_bytes"], max(*seen.before, *seen.after)
+        peak, most = row.activation_peak_bytes, max(*seen.before, *seen.after)
         assert peak - table.act_bytes - data <= most <= 1.02 * peak, (rank, peak, most)
 
 

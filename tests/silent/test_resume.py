@@ -37,9 +37,9 @@ from tests.loopback.test_checkpoint import (
     take,
 )
 from tests.loopback.test_hugging_face_files import LLAMA, folder
+from threed.checkpoint.box_reader import BoxReader
 from threed.checkpoint.lineage import Lineage
 from threed.checkpoint.load import resume
-from threed.checkpoint.read import BoxReader
 from threed.checkpoint.save import Saver, SaveStage, tidy
 from threed.comm.group import Comm
 from threed.config.load import load

@@ -1,5 +1,5 @@
 """The verbs of the library. `import threed` has them, and the command line calls them. (`predict` is in
-prediction/verb, `report` in html_report/verb, `search` in layout_search/verb.)"""
+prediction/predict, `report` in html_report/report, `search` in layout_search/verb.)"""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from threed.planner import layouts, make_mesh, make_pipeline, saved_by_piece
 from threed.planner.facts import undivided, unequal
 from threed.planner.from_config import analysed, config_of
 from threed.planner.passes import stages_of
-from threed.prediction.verb import predict
+from threed.prediction.predict import predict
 from threed.program import explain as explaining
 from threed.program import show as shows
 from threed.program import summary
@@ -73,7 +73,7 @@ def check(what: Config | Plan) -> dict[str, Any]:
     if isinstance(what, Plan):
         analysis = check_plan(what)
     plan, config = analysis.plan, config_of(analysis.plan)
-    rows = summary.stages(analysis)
+    rows = [row.document() for row in summary.stages(analysis)]
     for position, row in enumerate(rows) if config.run.cuda_graphs else ():
         held = graphs(analysis, position)
         row |= {"cuda_graphs": held.count, "graph_sets": len(held.peaks)}

@@ -1,4 +1,4 @@
 """Calibration: `threed calibrate` measures this machine: the constants of `prediction/hardware`.
 
-Begin with `verb`; `rank` is what each process measures, one thing after the other.
+Begin with `calibrate`; `rank` is what each process measures, one thing after the other.
 """

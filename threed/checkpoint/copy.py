@@ -41,7 +41,7 @@ from threed.checkpoint.format import (
 )
 from threed.checkpoint.lineage import Lineage, text_of_latest
 from threed.checkpoint.place import Store, check_source, reason, step_of_copy
-from threed.checkpoint.write import Parts, check
+from threed.checkpoint.shard_file import Parts, check
 
 ASIDE = ".fetched.tmp"  # `save.tidy` removes what a killed run leaves
 

@@ -27,12 +27,12 @@ import torch
 from threed.base.errors import InputError, RunError
 from threed.base.mesh import axes_of
 from threed.base.quantity import show_bytes
+from threed.checkpoint.box_reader import BoxReader
 from threed.checkpoint.boxes import boxes
 from threed.checkpoint.choose import as_begun, begun, candidates, is_base, notes, read_manifest
 from threed.checkpoint.format import Unusable, patiently, unseal, weights_only
 from threed.checkpoint.lineage import Lineage
 from threed.checkpoint.proof import MASK, checksum
-from threed.checkpoint.read import BoxReader
 from threed.comm.group import Comm
 from threed.comm.lanes import in_order
 from threed.features.zero.run import Clipped, ZeroRun

@@ -23,7 +23,7 @@ from threed.checkpoint.format import (
     unseal_data,
 )
 from threed.checkpoint.lineage import parse_latest
-from threed.checkpoint.write import Parts, check
+from threed.checkpoint.shard_file import Parts, check
 
 # suffixes in a folder: a copy that is not complete yet, and an older copy that the new one replaces
 COPYING, REPLACED = ".copying.tmp", ".replaced.tmp"

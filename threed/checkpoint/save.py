@@ -47,7 +47,7 @@ from threed.checkpoint.format import (
     unseal,
 )
 from threed.checkpoint.lineage import Lineage, own, write_latest
-from threed.checkpoint.write import Item, write
+from threed.checkpoint.shard_file import Item, write
 from threed.comm.lanes import in_order
 from threed.engine.engine import Engine
 from threed.features.zero.shard import counts

@@ -33,7 +33,7 @@ from threed.config import load as configs
 from threed.monitor.folders import to_train
 from threed.planner.from_config import analysed
 from threed.program import explain as explaining
-from threed.program.picture import picture
+from threed.program.timeline_svg import picture
 
 app = typer.Typer(
     no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None,
@@ -201,9 +201,10 @@ def calibrate(output: of.NewHardware, ranks: of.Ranks = None, quick: of.Quick = 
     """
     from dataclasses import asdict
 
-    from threed.calibration import fitted, points, verb
+    from threed.calibration import calibrate as measuring
+    from threed.calibration import fitted, points
 
-    machine, found = verb.calibrate(output, ranks, quick, folder, device, _progress)
+    machine, found = measuring.calibrate(output, ranks, quick, folder, device, _progress)
     if as_json:
         _print_json({"hardware": asdict(machine), "errors": points.errors(found, machine)})
     else:
@@ -265,7 +266,7 @@ def report(what: of.What, overrides: of.Overrides = None, output: of.Page = None
     With a RUN, what was measured is drawn beside the prediction: a traced step, the causes of waiting, and
     the loss, throughput and bubble of all steps.
     """
-    from threed.html_report.verb import report as draw
+    from threed.html_report.report import report as draw
     from threed.monitor.run import Run
 
     gc.disable()  # as in predict

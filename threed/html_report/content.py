@@ -23,13 +23,13 @@ from threed.planner import make_mesh
 from threed.prediction.contention import PricedPlan
 from threed.prediction.hardware import Hardware
 from threed.prediction.peak import Temporaries, temporaries_of
-from threed.prediction.verb import document
+from threed.prediction.predict import document
 from threed.program.costs import FILE as COSTS
 from threed.program.costs import device_of
 from threed.program.instruction import COMPUTE, Instruction
-from threed.program.picture import DrawnOp, blocks
 from threed.program.plan import Plan
 from threed.program.summary import activations
+from threed.program.timeline_svg import DrawnOp, blocks
 from threed.schema import Config
 
 MOST_BOXES = 40_000  # in all lanes of a page; a browser draws those of some positions at a time

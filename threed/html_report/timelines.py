@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from threed.html_report.content import Content, LaneTimeline
 from threed.html_report.drawing import FAINT, LINE, AxisUnit, finish, paler, plotly, time_unit
-from threed.program.picture import COLORS
+from threed.program.timeline_svg import COLORS
 
 ROWS = 30  # of lanes that are shown at a time
 NUMBERED = 1_500  # boxes up to which micro-batches are written into them

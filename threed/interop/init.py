@@ -102,7 +102,7 @@ _WORDS = {
     "parallel.dp": "replicas; auto: what the number of devices leaves",
     "parallel.tp": "devices that share each layer: on one machine",
     "parallel.sequence_parallel": "what tp does not cut is cut by sequence",
-    "zero.stage": "sharded over replicas are 1: optimizer state; 2: gradients too; 3: parameters too",
+    "zero.stage": "0: replicate all; shard over dp 1: optimizer state, 2: + gradients, 3: + parameters",
     "activation.policy": "computed again in backward; none is faster, and selective in between",
     "precision.dtype": "fp32 | bf16 | fp16",
     "optimizer.lr": "after warm-up; the schedule is cosine",

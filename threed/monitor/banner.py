@@ -13,7 +13,7 @@ from threed.models.model import model_flops
 from threed.monitor.loggers.logger import model_size
 from threed.planner.facts import unit_parameters
 from threed.prediction.hardware import DEFAULT, OF_CPUS, Hardware
-from threed.prediction.verb import document, priced
+from threed.prediction.predict import document, priced
 from threed.program.analysis import Analysis
 from threed.schema import Config
 

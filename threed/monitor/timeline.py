@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from threed.base.mesh import AXES
 from threed.monitor.traces import RankTrace, RunTrace
 from threed.program.instruction import Instruction, Op
-from threed.program.picture import svg
+from threed.program.timeline_svg import svg
 from threed.program.trace import Trace
 from threed.program.walk import Walk
 

@@ -52,7 +52,7 @@ def _search(config: Config) -> Pipeline:
         pipeline = Pipeline(best.timed.order, best.place)
         if size is None or limit is None:
             return pipeline
-        peak = max(row["activation_peak_bytes"] for row in stages(Analysis(unchecked_plan(config, pipeline))))
+        peak = max(row.activation_peak_bytes for row in stages(Analysis(unchecked_plan(config, pipeline))))
         if peak <= size:
             return pipeline
         limit *= min(0.95, size / peak)
@@ -82,7 +82,7 @@ def _budgeted(config: Config, pipeline: Pipeline, table: Table) -> Table:
 
     def peaks(chosen: Collection[int]) -> list[int]:
         plan = run_passes(config, pipeline, activation.mark(table, chosen))
-        return [row["activation_peak_bytes"] for row in stages(Analysis(plan))]
+        return [row.activation_peak_bytes for row in stages(Analysis(plan))]
 
     chosen = activation.choose(table, [parts[0] for parts in unit_costs(config)], peaks, budget)
     if chosen is None:
@@ -136,8 +136,8 @@ def check_limit(config: Config, pipeline: Pipeline, analysis: Analysis) -> None:
                              "use auto, or a schedule that keeps fewer, or raise the limit")
         return
     for position, row in enumerate(stages(analysis)):
-        if size is not None and row["activation_peak_bytes"] > size:
-            raise InputError(f"a rank of pp{position} keeps {show_bytes(row['activation_peak_bytes'])} of "
+        if size is not None and row.activation_peak_bytes > size:
+            raise InputError(f"a rank of pp{position} keeps {show_bytes(row.activation_peak_bytes)} of "
                              "activations at its peak, above "
                              f"parallel.activation_limit={config.parallel.activation_limit}; lower "
                              "train.micro_batch_size, use a schedule that keeps fewer micro-batches, or "

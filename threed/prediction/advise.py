@@ -77,7 +77,7 @@ def measure(config: Config, hardware: Hardware, transient: Transient) -> dict[st
     return {"fixed_bytes": most.fixed_bytes, "planned_bytes": most.fixed_bytes + most.activation_bytes,
             "taken_bytes": most.taken_bytes, "peak_bytes": most.total,
             "peaks": [row._asdict() for row in held],
-            "dp_bytes": max(row["sent_bytes"]["dp"] for row in rows),
+            "dp_bytes": max(row.sent_bytes["dp"] for row in rows),
             "step_s": step(analysis, cost, None if config.parallel.costs else hardware).total_s}
 
 

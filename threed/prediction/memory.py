@@ -24,7 +24,7 @@ from threed.base.errors import InputError
 from threed.base.quantity import BYTES, many, show_bytes, show_count
 from threed.optim.registry import OPTIMIZERS
 from threed.planner import analyse
-from threed.program.summary import fixed_bytes, stages
+from threed.program.summary import stages
 from threed.schema import Config, ZeroConfig
 
 STAGES = (0, 1, 2, 3)
@@ -63,10 +63,10 @@ def of_config(config: Config) -> dict[str, Any]:
     values: dict[str, Any] = {"parameters": 0, "shards": config.shard_size}
     for stage in STAGES:
         rows = stages(analyse(at_stage(config, stage)))
-        most = max(rows, key=fixed_bytes)
-        values["parameters"] = max(values["parameters"], *(row["parameters"] for row in rows))
-        values[f"stage_{stage}"] = fixed_bytes(most) - most["buffer_bytes"]
-        values[f"buffers_{stage}"] = most["buffer_bytes"]
+        most = max(rows, key=lambda row: row.fixed_bytes)
+        values["parameters"] = max(values["parameters"], *(row.parameters for row in rows))
+        values[f"stage_{stage}"] = most.fixed_bytes - most.buffer_bytes
+        values[f"buffers_{stage}"] = most.buffer_bytes
     return values
 
 

@@ -22,7 +22,7 @@ from threed.prediction.hardware import Hardware
 from threed.program.analysis import Analysis
 from threed.program.instruction import Instruction
 from threed.program.plan import Plan
-from threed.program.summary import fixed_bytes, stages
+from threed.program.summary import StageSummary, stages
 from threed.program.walk import channels
 from threed.schema import Config
 
@@ -50,7 +50,7 @@ class Peak(NamedTuple):
 
 
 def peaks(analysis: Analysis, machine: Hardware, temporaries: Temporaries | None = None,
-          rows: list[dict[str, Any]] | None = None) -> list[Peak]:
+          rows: list[StageSummary] | None = None) -> list[Peak]:
     """The peak of each position. `temporaries`, `rows` (of `summary.stages`): where they are known already.
     """
     from threed.prediction.transient import peak_bytes  # torch
@@ -61,7 +61,7 @@ def peaks(analysis: Analysis, machine: Hardware, temporaries: Temporaries | None
     for position, row in enumerate(stages(analysis) if rows is None else rows):
         count = communicators(plan, position)
         context, opened = (machine.taken_bytes(0), machine.taken_bytes(count)) if of_device else (0, 0)
-        found.append(Peak(position, fixed_bytes(row), row["activation_peak_bytes"],
+        found.append(Peak(position, row.fixed_bytes, row.activation_peak_bytes,
                           peak_bytes(analysis, position, held), context, count, opened - context))
     return found
 

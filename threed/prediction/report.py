@@ -51,14 +51,14 @@ def report(priced: PricedPlan, machine: Hardware, verify_every: int = 0) -> dict
         kept, mine = working(analysis, position, temporaries), held[position]
         rows.append({
             "bubble": max(0.0, 1.0 - busy / total) if total else 0.0, "busy_s": busy,
-            "peak_bytes": {"device": peak.total, "disk": mine["disk_bytes"],
-                           "host": mine["host_bytes"] + mine["snapshot_bytes"]},
+            "peak_bytes": {"device": peak.total, "disk": mine.disk_bytes,
+                           "host": mine.host_bytes + mine.snapshot_bytes},
             "peak": peak._asdict(),
             "transfer_s": _transfers(links[position], seconds[position]),
             "memory": [{"seconds": slower * when.start[position][i],
                         "device": peak.fixed_bytes + kept[i] + peak.taken_bytes}
                        for i in highest(kept, SAMPLES)],
-            **mine,
+            **mine.document(),
         })
     bubble = sum(row["bubble"] for row in rows) / len(rows)
     free_s = total

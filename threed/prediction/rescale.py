@@ -1,4 +1,4 @@
-"""Transfer: the costs that a run has measured, for a plan with another mesh, micro-batch size, schedule or
+"""Rescale: the costs that a run has measured, for a plan with another mesh, micro-batch size, schedule or
 recomputation.
 
 A unit takes what a unit like it has taken, times the ratio of what the prices of kernels say of the two.

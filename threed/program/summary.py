@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from threed.base.mesh import AXES
@@ -23,24 +24,60 @@ def activations(table: Table) -> tuple[str, ...]:
     return (*kinds, "logits") if table.logits else kinds
 
 
-def stages(analysis: Analysis) -> list[dict[str, Any]]:
-    """One object a pipeline position: parameters and bytes of one of its ranks, and its collectives and bytes
-    sent in a train step.
+@dataclass(frozen=True)
+class Frozen:
+    """Parameters of a position that are not trained, and bytes that they save."""
+
+    parameters: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    reduce_bytes: int  # sent over dp each time that a gradient would be reduced
+
+
+@dataclass(frozen=True)
+class StageSummary:
+    """Parameters and bytes of one rank of a pipeline position, and its collectives and bytes sent in a train
+    step.
 
     Parameters, gradients and optimizer state keep their memory from step to step, sharded or whole as the
-    ZeRO stage says. `buffer_bytes` are buffers that units share in turn: gathered parameters, gradients
-    before their reduction, staging. `host_bytes` and `disk_bytes` are offloaded values; the host also has
-    buffers for values on their way. `moved_bytes` is the traffic between tiers, by lane. `snapshot_bytes` are
-    additional bytes on the host: the copy from which a checkpoint is written. `slot_peak_bytes` is the most
-    that slots of each kind take over the step, on all tiers. `frozen`, where there are any, are parameters
-    that are not trained, and the bytes of gradients, optimizer state and reductions that they would take.
+    ZeRO stage says.
     """
+
+    parameters: int
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    buffer_bytes: int  # that units share in turn: gathered parameters, gradients before reduction, staging
+    host_bytes: int  # offloaded values, and buffers for values on their way
+    disk_bytes: int
+    snapshot_bytes: int  # on the host, of the copy from which a checkpoint is written
+    activation_peak_bytes: int
+    slot_peak_bytes: dict[str, int]  # by kind of slot: the most over the step, on all tiers
+    gathers: int
+    reduces: int
+    sent_bytes: dict[str, int]  # by axis
+    moved_bytes: dict[str, int]  # between tiers, by lane
+    frozen: Frozen | None  # None: all parameters are trained
+    units: list[str]  # names of its compute units
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Bytes that a rank holds on its device all the time."""
+        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes + self.buffer_bytes
+
+    def document(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return {key: value for key, value in asdict(self).items() if value is not None}
+
+
+def stages(analysis: Analysis) -> list[StageSummary]:
+    """The summary of each pipeline position."""
     positions = range(analysis.table.num_positions)
     return [stage(analysis, position, analysis.memory(position)) for position in positions]
 
 
-def stage(analysis: Analysis, position: int, alive: Memory) -> dict[str, Any]:
-    """The object of one position. `alive`: its bytes in a train step, as `Analysis.memory` returns them."""
+def stage(analysis: Analysis, position: int, alive: Memory) -> StageSummary:
+    """The summary of one position. `alive`: its bytes in a train step, as `Analysis.memory` returns them."""
     table, links = analysis.table, analysis.links_at("train", position)
     sent: Counter[str] = Counter(dict.fromkeys(AXES, 0))
     moved: Counter[str] = Counter()
@@ -57,23 +94,20 @@ def stage(analysis: Analysis, position: int, alive: Memory) -> dict[str, Any]:
         moved["d2h"] += (times - 1) * table.size(Slot("gshard", unit))
     pools, away = analysis.buffers(position), _away(table, position)
     held = table.stepped(position)
-    return {
-        "parameters": sum(table.parameters[p].numel - table.parameters[p].padding
-                          for p in table.held(position)),
-        "parameter_bytes": sum(parameter_bytes(table, p) for p in table.held(position)),
-        "gradient_bytes": sum(gradient_bytes(table, p) for p in held),
-        "optimizer_bytes": sum(table.size(table.state(p)) for p in held
-                               if table.parameters[p].state_home == Tier.DEVICE),
-        "buffer_bytes": pools.bytes(table),
-        "host_bytes": away[Tier.HOST] + pools.host_bytes(table), "disk_bytes": away[Tier.DISK],
-        "snapshot_bytes": _snapshot_bytes(table, position),
-        "activation_peak_bytes": alive.peak(*activations(table)),
-        "slot_peak_bytes": {kind: max(row) for kind, row in sorted(alive.by_kind.items()) if max(row)},
-        "gathers": counts[Op.GATHER], "reduces": counts[Op.REDUCE],
-        "sent_bytes": dict(sent), "moved_bytes": dict(moved),
-        **({"frozen": frozen} if (frozen := _frozen(table, position))["parameters"] else {}),
-        "units": [table.units[u].name for u in table.units_of(position)],
-    }
+    return StageSummary(
+        parameters=sum(table.parameters[p].numel - table.parameters[p].padding for p in table.held(position)),
+        parameter_bytes=sum(parameter_bytes(table, p) for p in table.held(position)),
+        gradient_bytes=sum(gradient_bytes(table, p) for p in held),
+        optimizer_bytes=sum(table.size(table.state(p)) for p in held
+                            if table.parameters[p].state_home == Tier.DEVICE),
+        buffer_bytes=pools.bytes(table),
+        host_bytes=away[Tier.HOST] + pools.host_bytes(table), disk_bytes=away[Tier.DISK],
+        snapshot_bytes=_snapshot_bytes(table, position),
+        activation_peak_bytes=alive.peak(*activations(table)),
+        slot_peak_bytes={kind: max(row) for kind, row in sorted(alive.by_kind.items()) if max(row)},
+        gathers=counts[Op.GATHER], reduces=counts[Op.REDUCE],
+        sent_bytes=dict(sent), moved_bytes=dict(moved), frozen=_frozen(table, position),
+        units=[table.units[u].name for u in table.units_of(position)])
 
 
 def parameter_bytes(table: Table, unit: int) -> int:
@@ -91,16 +125,17 @@ def gradient_bytes(table: Table, unit: int) -> int:
     return 0 if table.streams(unit) else table.size(Slot(kind, unit))
 
 
-def _frozen(table: Table, position: int) -> dict[str, int]:
-    """Frozen parameters of a position, and bytes that they save: of gradients and optimizer state, and those
-    sent over dp each time that a gradient would be reduced."""
+def _frozen(table: Table, position: int) -> Frozen | None:
+    """The frozen parameters of a position, if there are any."""
     units = [unit for p in table.held(position) if not (unit := table.parameters[p]).trains]
+    if not units:
+        return None
     parts = [(unit.numel, unit.numel // (unit.shards if table.sharded else 1)) for unit in units]
-    return {"parameters": sum(unit.numel - unit.padding for unit in units),
-            "gradient_bytes": sum((whole if table.zero.stage < 2 else part) * table.elements.grad
-                                  for whole, part in parts),
-            "optimizer_bytes": sum(part for _, part in parts) * table.state_bytes(Tier.DEVICE),
-            "reduce_bytes": sum(ring(unit.numel * table.elements.reduce, unit.shards) for unit in units)}
+    return Frozen(sum(unit.numel - unit.padding for unit in units),
+                  sum((whole if table.zero.stage < 2 else part) * table.elements.grad
+                      for whole, part in parts),
+                  sum(part for _, part in parts) * table.state_bytes(Tier.DEVICE),
+                  sum(ring(unit.numel * table.elements.reduce, unit.shards) for unit in units))
 
 
 def _snapshot_bytes(table: Table, position: int) -> int:
@@ -122,11 +157,6 @@ def _away(table: Table, position: int) -> dict[Tier, int]:
     return sizes
 
 
-def fixed_bytes(row: dict[str, Any]) -> int:
-    """Bytes that a rank holds on its device all the time."""
-    return row["parameter_bytes"] + row["gradient_bytes"] + row["optimizer_bytes"] + row["buffer_bytes"]
-
-
 # ---------------------------------------------------------------- as text
 
 HEAD = ("a rank of", "parameters", "param", "grad", "optimizer", "buffers", "activations",
@@ -135,8 +165,8 @@ HELD = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "buffer_bytes", 
 
 
 def show(rows: list[dict[str, Any]], columns: int | None = None) -> str:
-    """The rows of `stages` as a table, then the bytes on other tiers. `columns`: of a terminal, if it is to
-    fit."""
+    """Documents of summaries as a table, then the bytes on other tiers. `columns`: of a terminal, if it is
+    to fit."""
     lines = [render(HEAD, [(f"pp{position}", show_count(row["parameters"]),
                             *(show_bytes(row[key]) for key in HELD),
                             *(show_bytes(row["sent_bytes"][axis]) for axis in AXES),

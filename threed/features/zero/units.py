@@ -106,6 +106,8 @@ def make_states(config: Config, comm: Comm, layouts: dict[int, FlatLayout], stor
             rows = storage.on_host(table.kept_kinds * (state.part.shard[1] - state.part.shard[0]),
                                    torch.float32)
             state.snapshot = Snapshot(rows.view(table.kept_kinds, -1), storage.device)
-        state.fill(comm.here.on, config.train.seed, draw)
         states[unit] = state
+    # at last: what a drawing takes meanwhile would leave holes between units in the allocator's memory
+    for state in states.values():
+        state.fill(comm.here.on, config.train.seed, draw)
     return states

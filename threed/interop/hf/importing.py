@@ -26,7 +26,7 @@ from threed.checkpoint.boxes import Box
 from threed.checkpoint.format import FORMAT, checkpoints, file_name, folder, is_name, name_of, sync
 from threed.checkpoint.lineage import Lineage, write_latest
 from threed.checkpoint.save import describe
-from threed.checkpoint.write import Item, write
+from threed.checkpoint.shard_file import Item, write
 from threed.config import load as configs
 from threed.data.tokenizer import load
 from threed.data.tokenizer_files import CONFIG

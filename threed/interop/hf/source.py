@@ -12,11 +12,11 @@ from typing import Any, Self
 import torch
 
 from threed.base.errors import InputError
+from threed.checkpoint.box_reader import BoxReader
 from threed.checkpoint.boxes import Box
 from threed.checkpoint.format import MANIFEST, Unusable, checkpoints, folder, is_name, unseal
 from threed.checkpoint.lineage import read_latest
 from threed.checkpoint.proof import checksum
-from threed.checkpoint.read import BoxReader
 from threed.config import load as configs
 from threed.data.run_tokenizer import kept_for
 from threed.interop.hf import sidecar as kept

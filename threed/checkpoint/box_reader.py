@@ -1,4 +1,4 @@
-"""Read: boxes of parameters from a checkpoint's files, and no more bytes than the boxes need."""
+"""Box reader: boxes of parameters from a checkpoint's files, and no more bytes than the boxes need."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 from threed.checkpoint.boxes import Box, overlap
 from threed.checkpoint.format import Stored, Unusable, file_name, patiently, read_line
 from threed.checkpoint.proof import MASK, checksum
-from threed.checkpoint.write import read
+from threed.checkpoint.shard_file import read
 
 _OPEN = 64  # files open at a time: a small mesh may read what thousands of ranks wrote
 _RUN = 16 << 10  # bytes: shorter runs of a file are read together with the bytes between them

@@ -1,4 +1,4 @@
-"""Picture: a timeline as SVG, and the colours and blocks of all timelines."""
+"""Timeline as SVG, and the colours and blocks of all timelines."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from threed.monitor.run import Run
 from threed.planner import analyse
 from threed.planner.from_config import analysed, config_of
 from threed.prediction.hardware import OF_CPUS
-from threed.prediction.verb import priced
+from threed.prediction.predict import priced
 from threed.program.costs import FILE as COSTS
 from threed.program.costs import device_of, write_whole
 from threed.program.plan import Plan

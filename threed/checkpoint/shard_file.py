@@ -1,4 +1,4 @@
-"""Write: one rank's tensors into one safetensors file, with checksums, read back from the disk.
+"""Shard file: one rank's tensors into one safetensors file, with checksums, read back from the disk.
 
 The safetensors library would copy all tensors before it writes the first; this code computes the checksum of
 one piece at a time and writes the piece.

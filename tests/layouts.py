@@ -40,7 +40,7 @@ class Compared(NamedTuple):
 def short_s(config: Config, hardware: Hardware) -> float:
     """A step by short plans."""
     short = ShortPlans(config, hardware)
-    return short.step_s(short.free_step())
+    return short.step_s()
 
 
 def full_s(config: Config, hardware: Hardware) -> float:

@@ -12,7 +12,7 @@ full plan has the last word about the layouts that are proposed.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from operator import add, mul
 from typing import Any, NamedTuple
@@ -25,7 +25,6 @@ from threed.planner.facts import make_mesh
 from threed.prediction.analytic import cost
 from threed.prediction.hardware import Hardware
 from threed.prediction.peak import groups
-from threed.program.entries import ComputeUnit
 from threed.program.instruction import Instruction, Op, Tier
 from threed.program.plan import Plan
 from threed.program.summary import gradient_bytes, parameter_bytes
@@ -48,6 +47,16 @@ class UnitParts(NamedTuple):
 
     of_kind: list[list[PartBytes]]  # kind of compute unit -> its own
     tied: PartBytes | None
+
+
+class UnitPrices(NamedTuple):
+    """Seconds of what a layout does to parameter units, by kind of compute unit."""
+
+    gather: list[float]  # of those that are gathered in a buffer
+    often: list[float]  # for a micro-batch: to reduce their gradients
+    first: float  # to gather those of the first unit
+    last: list[float]  # to reduce gradients at the end of a step
+    step: list[float]  # the optimizer's; 0 where something else may run meanwhile
 
 
 class Bounds:
@@ -105,37 +114,51 @@ class Bounds:
             layout.schedule, layout.pp, layout.virtual_stages)
         split = model.split(len(place))
         assert split is not None, layout
-        gathers, reductions = self._prices(layout)
+        prices = self._prices(layout)
         window = layout.residency if isinstance(layout.residency, int) else len(model.same)
         window += 1 if self.config.zero.prefetch is None else self.config.zero.prefetch
         sent = [0.0] * layout.pp
         for position, (first, stop) in zip(place, split, strict=True):
             kinds = model.same[first:stop]
-            sent[position] += sum(reductions[kind] for kind in kinds)
+            sent[position] += sum(prices.often[kind] for kind in kinds)
             if layout.stage == 3 and window < stop - first:
-                rows = sorted(gathers[kind] for kind in kinds)
+                rows = sorted(prices.gather[kind] for kind in kinds)
                 sent[position] += 2 * sum(rows[:-window])
         return sent
 
-    def _prices(self, layout: Layout) -> tuple[list[float], list[float]]:
-        """By kind of compute unit: seconds to gather its own parameters; and for a micro-batch, to reduce
-        their gradients."""
+    def ends_s(self, layout: Layout) -> float:
+        """Seconds of a step in which nothing is computed: the first unit is gathered; the last gradient is
+        reduced; and behind CLIP, which waits for all gradients, a position steps its parameters."""
+        prices, model = self._prices(layout), self.units(layout.tile_linears, layout.tp)
+        place = place_of(layout.schedule, layout.pp, layout.virtual_stages)
+        split = model.split(len(place))
+        assert split is not None, layout
+        steps = [0.0] * layout.pp
+        for position, (first, stop) in zip(place, split, strict=True):
+            steps[position] += sum(prices.step[kind] for kind in model.same[first:stop])
+        return prices.first + min(prices.last) + max(steps)
+
+    def _prices(self, layout: Layout) -> UnitPrices:
         key = ("prices", layout.tp, layout.dp, layout.pp * (layout.axis_order != "pp-dp-tp"),
                layout.sequence_parallel, layout.stage, layout.shard_size, layout.reduce_every,
-               layout.reduce_dtype, layout.tile_linears)
+               layout.reduce_dtype, layout.offload_optimizer, layout.tile_linears)
         if key not in self._known:
             config = config_of(layout, self.config)
             table = self.units(layout.tile_linears, layout.tp).table(config)
             price, rows = cost(Plan(table, {}, config), self.hardware), table.parameters
 
-            def seconds(op: Op, unit: ComputeUnit) -> float:
-                return sum(price(0, Instruction(op, p, group=rows[p].shard_group)) for p in unit.parameters
-                           if rows[p].name != "tied embedding"
-                           and (rows[p].trains if op == Op.REDUCE else not rows[p].whole and table.is_cut(p)))
+            def seconds(op: Op, counts: Callable[[int], bool]) -> list[float]:
+                return [sum(price(0, Instruction(op, p, group="" if op == Op.STEP else rows[p].shard_group))
+                            for p in unit.parameters if rows[p].name != "tied embedding" and counts(p))
+                        for unit in table.units]
 
+            last = seconds(Op.REDUCE, lambda p: rows[p].trains)
             times = 0.0 if layout.stage < 2 or layout.reduce_every == "step" else 1 / config.reduce_every
-            self._known[key] = ([seconds(Op.GATHER, unit) for unit in table.units],
-                                [times * seconds(Op.REDUCE, unit) if times else 0.0 for unit in table.units])
+            some = layout.offload_optimizer and (config.offload.delayed_update or config.offload.ratio < 1)
+            self._known[key] = UnitPrices(
+                seconds(Op.GATHER, lambda p: not rows[p].whole and table.is_cut(p)),
+                [times * each for each in last], seconds(Op.GATHER, table.is_cut)[0], last,
+                seconds(Op.STEP, lambda p: rows[p].trains and not some))
         return self._known[key]
 
     def _busy(self, layout: Layout) -> tuple[list[float], float, float]:

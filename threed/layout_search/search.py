@@ -170,14 +170,16 @@ class Search:
         """Those of layouts of one shape, which compute the same, that may be of use; what they are not faster
         than; and short plans of one of them. `tiles`: of all variants."""
         some = [(bound_s, layout) for layout in layouts
-                if (bound_s := self.bounds.step_s(layout)) <= self._limit_of(layout)]
+                if (bound_s := self.bounds.step_s(layout) + self.bounds.ends_s(layout))
+                <= self._limit_of(layout)]
         self.result.dropped[SLOWER] += len(layouts) - len(some)
         try:
             if some:
                 layout = some[0][1]._replace(tile_linears=tiles)
                 short = ShortPlans(config_of(layout, self.base), self.hardware)
                 least_s = short.least_s(self.bounds.microbatch_s(layout._replace(stage=1)))
-                return [(max(bound_s, least_s), layout, short) for bound_s, layout in some]
+                return [(max(bound_s, least_s + self.bounds.ends_s(layout)), layout, short)
+                        for bound_s, layout in some]
         except ThreedError as error:
             self._refuse(len(some), error)
         return []
@@ -186,11 +188,12 @@ class Search:
         """Time a layout, if it may be of use. `alike`: of one that computes the same."""
         limit = self._limit_of(layout)
         try:
-            if bound_s > limit or (free := alike.free_step()).step_s > limit:
+            step_s = bound_s if bound_s > limit else ShortPlans(config_of(layout, self.base), self.hardware).step_s(
+                alike, limit, self.bounds.microbatch_s(layout), self.bounds.ends_s(layout))
+            if step_s > limit:
                 self.result.dropped[SLOWER] += 1
             else:
-                short = ShortPlans(config_of(layout, self.base), self.hardware)
-                self._found(layout, short.step_s(free, limit, self.bounds.microbatch_s(layout)))
+                self._found(layout, step_s)
         except ThreedError as error:
             self._refuse(1, error)
 
@@ -213,7 +216,7 @@ def helps(base: Config, hardware: Hardware, layout: Layout, plans: ShortPlans) -
     would help. `plans`: of the layout."""
 
     def step_s(short: ShortPlans) -> float:
-        return short.step_s(short.free_step())
+        return short.step_s()
 
     def timed(other: Layout) -> float:
         return step_s(ShortPlans(config_of(other, base), hardware))

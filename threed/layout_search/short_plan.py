@@ -210,16 +210,24 @@ class ShortPlans:
         """No step is shorter, where no more micro-batch takes less than `microbatch_s`. It takes one plan."""
         return self._timed(self._few, _FREE) + (self.m - self._few) * microbatch_s
 
-    def free_step(self) -> FreeStep:
-        less, brief_s = self._timed(self._few, _FREE), self._timed(self._brief, _FREE)
+    def _pace_s(self, free: tuple[Op, ...], early: bool = False) -> float:
+        """Seconds of one more micro-batch. `early`: from shorter plans, which may have no steady state yet:
+        maybe less."""
         if self._few == self.m:
-            return FreeStep(less, 0.0, brief_s)
-        more_s = (self._timed(self._few + 2 * self.p, _FREE) - less) / (2 * self.p)
-        return FreeStep(less + (self.m - self._few) * more_s, more_s, brief_s)
+            return 0.0
+        less, more = (self._brief, self._few) if early else (self._few, self._few + 2 * self.p)
+        return (self._timed(more, free) - self._timed(less, free)) / (more - less)
 
-    def step_s(self, free: FreeStep, limit: float = math.inf, microbatch_s: float = 0.0) -> float:
-        """Seconds of a step; where it is above `limit`, maybe less, but above it. `free`: of a layout that
-        computes the same. `microbatch_s`: no more micro-batch takes less.
+    def free_step(self, early: bool = False) -> FreeStep:
+        """`early`: maybe less; it takes shorter plans."""
+        microbatch_s = self._pace_s(_FREE, early)
+        return FreeStep(self.least_s(microbatch_s), microbatch_s, self._timed(self._brief, _FREE))
+
+    def step_s(self, alike: ShortPlans | None = None, limit: float = math.inf,
+               microbatch_s: float = 0.0, ends_s: float = 0.0) -> float:
+        """Seconds of a step; where it is above `limit`, maybe less, but above it. `alike`: of a layout that
+        computes the same. Lower bounds: `microbatch_s` of one more micro-batch, `ends_s` of the step's start
+        and end, in which nothing is computed.
 
         Where there is traffic over dp only at the start and the end of a step, it adds as much to a step of
         few micro-batches. Else two plans say what one more takes. Orders that end with backwards of many
@@ -227,19 +235,25 @@ class ShortPlans:
         zero, hides = self.config.zero, self.config.parallel.schedule in FORWARDS_FIRST
         often = (zero.stage == 3 and zero.residency != "step") or (
             zero.stage >= 2 and zero.reduce_every != "step")
+        free = (alike := alike or self).free_step(early=True)
+        if free.step_s + ends_s > limit:
+            return free.step_s + ends_s
         if not (often or hides):
-            return free.step_s + self._timed(self._brief) - free.brief_s
-        microbatch_s = max(microbatch_s, free.microbatch_s)
+            added = self._timed(self._brief) - free.brief_s
+            return free.step_s + added if free.step_s + added > limit else alike.free_step().step_s + added
         if not hides and limit < math.inf:
-            least_s = self._timed(self._brief) + (self.m - self._brief) * microbatch_s
+            least_s = self._timed(self._brief) + (self.m - self._brief) * max(microbatch_s, free.microbatch_s)
             if least_s > limit:
                 return least_s
+            least_s = self._timed(self._few) + (self.m - self._few) * self._pace_s((), early=True)
+            if least_s > limit:
+                return least_s
+        free = alike.free_step()
         while True:
-            less, per, left = self._timed(self._few), microbatch_s, self.m - self._few
+            less, left = self._timed(self._few), self.m - self._few
+            per = self._pace_s(()) if often else max(microbatch_s, free.microbatch_s)
             if not left or (not hides and less + left * per > limit):
                 return less + left * per
-            if often:
-                per = (self._timed(self._few + 2 * self.p) - less) / (2 * self.p)
             if per > _STEADY * free.microbatch_s and not (
                     hides and less + left * per - free.step_s > (1 - _STEADY) * free.step_s):
                 return less + left * per

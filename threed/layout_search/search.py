@@ -18,15 +18,19 @@ from bisect import insort
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from threed.base.errors import ThreedError
+from threed.base.quantity import BYTES
 from threed.base.remember import remembering
 from threed.layout_search.bounds import Bounds
 from threed.layout_search.layout import Layout, config_of
 from threed.layout_search.short_plan import ShortPlans
 from threed.layout_search.space import NEEDLESS, NO_HOST, NO_MEMORY, REFUSED, SLOWER, Space, Variant
 from threed.prediction.hardware import Hardware
+from threed.program.instruction import Op, Tier
+from threed.program.table import Table
 from threed.schema import Config
 
 Progress = Callable[[str], None]
@@ -185,15 +189,18 @@ class Search:
         return []
 
     def _time(self, layout: Layout, alike: ShortPlans, bound_s: float) -> None:
-        """Time a layout, if it may be of use. `alike`: of one that computes the same."""
+        """Time a layout, if it may be of use. `alike`: of one that computes the same. `bound_s`: its step is
+        not shorter."""
         limit = self._limit_of(layout)
         try:
-            step_s = bound_s if bound_s > limit else ShortPlans(config_of(layout, self.base), self.hardware).step_s(
-                alike, limit, self.bounds.microbatch_s(layout), self.bounds.ends_s(layout))
-            if step_s > limit:
+            if bound_s <= limit:
+                short = ShortPlans(config_of(layout, self.base), self.hardware)
+                bound_s = short.step_s(alike, limit, self.bounds.microbatch_s(layout),
+                                       self.bounds.ends_s(layout))
+            if bound_s > limit:
                 self.result.dropped[SLOWER] += 1
             else:
-                self._found(layout, step_s)
+                self._found(layout, bound_s)
         except ThreedError as error:
             self._refuse(1, error)
 
@@ -214,27 +221,38 @@ class Search:
 def helps(base: Config, hardware: Hardware, layout: Layout, plans: ShortPlans) -> dict[str, float]:
     """By how much a step would be shorter (as a share, a sequence) with something else, the most first: what
     would help. `plans`: of the layout."""
-
-    def step_s(short: ShortPlans) -> float:
-        return short.step_s()
-
-    def timed(other: Layout) -> float:
-        return step_s(ShortPlans(config_of(other, base), hardware))
-
-    values = {"a global batch twice as large": step_s(plans.repeated(2)) / 2}
+    values = {"a global batch twice as large": plans.would_take_s(times=2) / 2}
     if layout.tp > 1 or layout.dp > 1 or layout.pp > 1:
-        values["adapters twice as fast"] = step_s(
-            plans.on(replace(hardware, adapter_gbps=2 * hardware.adapter_gbps)))
-        values["links in a node twice as fast"] = step_s(
-            plans.on(replace(hardware, node_gbps=2 * hardware.node_gbps)))
+        values["adapters twice as fast"] = plans.would_take_s(
+            hardware=replace(hardware, adapter_gbps=2 * hardware.adapter_gbps))
+        values["links in a node twice as fast"] = plans.would_take_s(
+            hardware=replace(hardware, node_gbps=2 * hardware.node_gbps))
     dtype = base.precision.dtype
     if layout.dp > 1 and (layout.reduce_dtype or base.precision.reduce_dtype) == "fp32" != dtype:
-        values[f"precision.reduce_dtype={dtype} (rounds)"] = timed(layout._replace(reduce_dtype=dtype))
+        values[f"precision.reduce_dtype={dtype} (rounds)"] = plans.would_take_s(
+            change=partial(_reduced_in, BYTES[dtype]))
     if layout.policy != "none":
-        values["memory for no recomputation"] = timed(
-            layout._replace(policy="none", every=1, offload_activations=False))
+        values["memory for no recomputation"] = plans.would_take_s(free=(Op.RECOMPUTE,), change=_never_again)
     if layout.offload_optimizer:
-        values["memory for the optimizer"] = timed(layout._replace(offload_optimizer=False))
-    now_s = step_s(plans)
+        values["memory for the optimizer"] = plans.would_take_s(
+            free=(Op.OFFLOAD, Op.FETCH), change=_state_on_device)
+    now_s = plans.would_take_s()
     gains = {words: 1 - seconds / now_s for words, seconds in values.items()}
     return {words: gain for words, gain in sorted(gains.items(), key=lambda item: -item[1]) if gain > 0.005}
+
+
+def _reduced_in(size: int, table: Table) -> Table:
+    """With gradients that are sent in elements of so many bytes."""
+    return replace(table, parameters={p: replace(unit, reductions=tuple(
+        step._replace(bytes=size) if step.staged else step for step in unit.reductions))
+        for p, unit in table.parameters.items()})
+
+
+def _never_again(table: Table) -> Table:
+    """With pieces of units that are not computed again."""
+    return replace(table, units=tuple(replace(unit, again=()) for unit in table.units))
+
+
+def _state_on_device(table: Table) -> Table:
+    return replace(table, parameters={p: replace(unit, state_home=Tier.DEVICE)
+                                      for p, unit in table.parameters.items()})

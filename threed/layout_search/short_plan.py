@@ -29,7 +29,7 @@ from threed.prediction.contention import step
 from threed.prediction.hardware import Hardware
 from threed.program.analysis import Analysis
 from threed.program.entries import ComputeUnit, ParameterUnit
-from threed.program.instruction import COMPUTE, Op
+from threed.program.instruction import COMPUTE, Instruction, Op
 from threed.program.plan import Plan
 from threed.program.table import Table
 from threed.program.walk import Cost
@@ -164,28 +164,12 @@ class ShortPlans:
             config = replace(config, model=replace(config.model, fused="off"))
         self.config, self.p, self.m = config, config.parallel.pp, config.num_microbatches
         # A limit of what is kept is about all micro-batches.
-        self._whole = config.activation.policy == "budget" or config.parallel.activation_limit is not None
-        self._count(self.m)
+        whole = config.activation.policy == "budget" or config.parallel.activation_limit is not None
+        name, m = config.parallel.schedule, self.m
+        self._few, self._brief = (m, m) if whole else (few(name, self.p, m), brief(name, self.p, m))
         self._plans: dict[int, Analysis] = {}
         # (micro-batches, what is free) -> seconds of a step
         self._times: dict[tuple[int, tuple[Op, ...]], float] = {}
-
-    def _count(self, m: int) -> None:
-        """Choose the micro-batches of plans that stand for `m`."""
-        name, self.m = self.config.parallel.schedule, m
-        self._few, self._brief = (m, m) if self._whole else (few(name, self.p, m), brief(name, self.p, m))
-
-    def on(self, hardware: Hardware) -> ShortPlans:
-        """The same plans on another machine."""
-        other = copy.copy(self)
-        other.hardware, other._times = hardware, {}
-        return other
-
-    def repeated(self, times: int) -> ShortPlans:
-        """Of so many times the micro-batches."""
-        other = copy.copy(self)
-        other._count(times * self.m)
-        return other
 
     def _plan(self, microbatches: int) -> Analysis:
         if microbatches not in self._plans:
@@ -201,14 +185,12 @@ class ShortPlans:
                 made = short_plan(plain, microbatches, ends=False)
             else:
                 made = self._plan(microbatches)
-            price = cost(made.plan, self.hardware)
-            self._times[key] = step(made, lambda at, item: 0.0 if item.op in free and item.kind not in _KEPT
-                                    else price(at, item), self.hardware).total_s
+            self._times[key] = _walked(made, self.hardware, free)
         return self._times[key]
 
     def least_s(self, microbatch_s: float) -> float:
         """No step is shorter, where no more micro-batch takes less than `microbatch_s`. It takes one plan."""
-        return self._timed(self._few, _FREE) + (self.m - self._few) * microbatch_s
+        return self._timed(self._brief, _FREE) + (self.m - self._brief) * microbatch_s
 
     def _pace_s(self, free: tuple[Op, ...], early: bool = False) -> float:
         """Seconds of one more micro-batch. `early`: from shorter plans, which may have no steady state yet:
@@ -221,7 +203,8 @@ class ShortPlans:
     def free_step(self, early: bool = False) -> FreeStep:
         """`early`: maybe less; it takes shorter plans."""
         microbatch_s = self._pace_s(_FREE, early)
-        return FreeStep(self.least_s(microbatch_s), microbatch_s, self._timed(self._brief, _FREE))
+        return FreeStep(self._timed(self._few, _FREE) + (self.m - self._few) * microbatch_s, microbatch_s,
+                        self._timed(self._brief, _FREE))
 
     def step_s(self, alike: ShortPlans | None = None, limit: float = math.inf,
                microbatch_s: float = 0.0, ends_s: float = 0.0) -> float:
@@ -259,27 +242,41 @@ class ShortPlans:
                 return less + left * per
             self._few = min(self.m, self._few + self.p * -(-self._few // self.p))
 
+    def would_take_s(self, times: int = 1, hardware: Hardware | None = None, free: tuple[Op, ...] = (),
+                     change: Callable[[Table], Table] | None = None) -> float:
+        """About how many seconds so many times the micro-batches would take, with the same instructions at
+        other prices: those of a machine, those of a table that is changed, none of these ops."""
+        def seconds(microbatches: int) -> float:
+            if hardware is None and change is None:
+                return self._timed(microbatches, free)
+            return _walked(self._plan(microbatches), hardware or self.hardware, free, change)
+
+        return self._whole(seconds, times)
+
+    def _whole(self, value: Callable[[int], float], times: int = 1) -> float:
+        """What grows with each micro-batch, of all of them. `value`: of so many."""
+        m = times * self.m
+        if self._brief == self._few:
+            return value(m)
+        less = value(self._few)
+        return less if m == self._few else less + (m - self._few) * (less - value(self._brief)) / (
+            self._few - self._brief)
+
     def parts(self) -> StepParts:
         """What a step is made of."""
         fast = replace(self.hardware, node_gbps=1e12, adapter_gbps=1e12, node_us=0.0, adapter_us=0.0)
-
-        def whole(value: Callable[[int], float]) -> float:
-            less = value(self._few)
-            if self._few == self.m:
-                return less
-            return less + (self.m - self._few) * (value(self._few + 2 * self.p) - less) / (2 * self.p)
 
         def spent(ops: Collection[Op], machine: Hardware) -> list[float]:
             def seconds(count: int, position: int) -> float:
                 plan = self._plan(count).plan
                 return _spent(plan, cost(plan, machine), ops, position)
 
-            return [whole(partial(seconds, position=position)) for position in range(self.p)]
+            return [self._whole(partial(seconds, position=position)) for position in range(self.p)]
 
         def longer(ops: tuple[Op, ...]) -> float:
-            return max(0.0, step_s - whole(lambda count: self._timed(count, ops)))
+            return max(0.0, step_s - self.would_take_s(free=ops))
 
-        step_s = whole(self._timed)
+        step_s = self.would_take_s()
         rows, steps = spent(COMPUTE, self.hardware), spent((Op.STEP,), self.hardware)
         most = max(range(self.p), key=rows.__getitem__)
         parallel, offload = self.config.parallel, self.config.offload
@@ -292,7 +289,18 @@ class ShortPlans:
 
 
 _FREE = (Op.GATHER, Op.REDUCE, Op.OFFLOAD, Op.FETCH, Op.CLIP, Op.STEP)
-_KEPT = ("kept", "kpart")  # inputs that are kept: their moves are of each micro-batch
+_KEPT = ("kept", "kpart")  # inputs that are kept for RECOMPUTE: with it their moves are free
+
+
+def _walked(made: Analysis, hardware: Hardware, free: Collection[Op],
+            change: Callable[[Table], Table] | None = None) -> float:
+    """Seconds of a step, if ops are free, at the prices of a table that is changed."""
+    price = cost(made.plan if change is None else replace(made.plan, table=change(made.table)), hardware)
+
+    def seconds(position: int, item: Instruction) -> float:
+        return 0.0 if (Op.RECOMPUTE if item.kind in _KEPT else item.op) in free else price(position, item)
+
+    return step(made, seconds, hardware).total_s
 
 
 def _spent(plan: Plan, price: Cost, ops: Collection[Op], position: int) -> float:

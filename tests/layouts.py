@@ -10,6 +10,7 @@ from threed.base.errors import ThreedError
 from threed.config.validate import validate
 from threed.layout_search.bounds import Bounds
 from threed.layout_search.layout import Layout, config_of
+from threed.layout_search.memory_filter import MemoryFilter
 from threed.layout_search.short_plan import ShortPlans
 from threed.planner import make_plan
 from threed.prediction.analytic import cost
@@ -69,6 +70,7 @@ def compared(base: Config, hardware: Hardware, seed: int, count: int, most: int 
              transient: Transient | None = None) -> Iterator[Compared]:
     """So many layouts that can run, of at most `most` micro-batches. `transient` measures temporaries."""
     rng, bounds = random.Random(seed), Bounds(base, hardware)
+    memory_filter = MemoryFilter(bounds)
     while count:
         layout = draw(rng, bounds)
         config = config_of(layout, base)
@@ -82,7 +84,7 @@ def compared(base: Config, hardware: Hardware, seed: int, count: int, most: int 
         full = max(_held(plan, transient))
         total_s = step(Analysis(plan), cost(plan, hardware), hardware).total_s
         yield Compared(layout, short_s(config, hardware), total_s,
-                       bounds.bytes(layout) - bounds.taken(layout), full)
+                       memory_filter.bytes(layout) - memory_filter.taken(layout), full)
 
 
 def _held(plan: Plan, transient: Transient | None) -> list[int]:

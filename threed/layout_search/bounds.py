@@ -1,62 +1,37 @@
-"""Bounds: what decides about most layouts without a plan: a step that none is shorter than, and memory.
+"""Bounds: a step that none is shorter than, without a plan.
 
-**The bound** sums prices of compute units, as the plan has them, with nothing that communicates between
-positions, and over dp only what each micro-batch sends. No step is shorter.
-
-**The memory filter** is an estimate, not a second plan: parameters, gradients and optimizer states are sizes
-of the table's own parameter units; of activations, a position keeps as many micro-batches as the schedule's
-order has between forward and backward. Neglected: most temporaries, and buffers of values between tiers. The
-full plan has the last word about the layouts that are proposed.
+Prices of compute units are summed, as the plan has them. Nothing communicates between positions; over dp goes
+what each micro-batch sends, and what a step's start and end wait for. No step is shorter.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping
 from functools import lru_cache
-from operator import add, mul
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from threed.base.quantity import BYTES, parse_bytes
+from threed.features.zero.plan import window
 from threed.layout_search.layout import Layout, config_of
-from threed.layout_search.short_plan import FORWARDS_FIRST, few
-from threed.layout_search.units import MicroBatchCut, UnitCost, Units
-from threed.planner.facts import make_mesh
+from threed.layout_search.short_plan import brief, few
+from threed.layout_search.units import MicroBatchCut, Units
 from threed.prediction.analytic import cost
 from threed.prediction.hardware import Hardware
-from threed.prediction.peak import groups
-from threed.program.instruction import Instruction, Op, Tier
+from threed.program.instruction import Instruction, Op
 from threed.program.plan import Plan
-from threed.program.summary import gradient_bytes, parameter_bytes
 from threed.schedules.orders import SCHEDULES
 from threed.schema import Config
 
 
-class PartBytes(NamedTuple):
-    """A parameter unit on a rank."""
+class PartSeconds(NamedTuple):
+    """What a layout does to a parameter unit, or to those of a compute unit: seconds."""
 
-    numel: int
-    fixed: int  # bytes on the device all the time
-    host: int  # on the host
-    trains: bool
-    gathered: bool  # whether it is gathered in a buffer
-
-
-class UnitParts(NamedTuple):
-    """Parameter units of a layout."""
-
-    of_kind: list[list[PartBytes]]  # kind of compute unit -> its own
-    tied: PartBytes | None
-
-
-class UnitPrices(NamedTuple):
-    """Seconds of what a layout does to parameter units, by kind of compute unit."""
-
-    gather: list[float]  # of those that are gathered in a buffer
-    often: list[float]  # for a micro-batch: to reduce their gradients
-    first: float  # to gather those of the first unit
-    last: list[float]  # to reduce gradients at the end of a step
-    step: list[float]  # the optimizer's; 0 where something else may run meanwhile
+    windowed: float = 0.0  # to gather it each time that it comes into the window of residency
+    gather: float = 0.0  # to gather it at all
+    often: float = 0.0  # to reduce its gradient in a micro-batch
+    reduce: float = 0.0  # at the end of a step
+    step: float = 0.0  # the optimizer's step; 0 where something else may run meanwhile
 
 
 class Bounds:
@@ -66,9 +41,7 @@ class Bounds:
         self.config, self.hardware = config, hardware
         self._units: dict[object, Units] = {}
         self._bounds: dict[object, tuple[list[float], float, float]] = {}
-        self._parts: dict[object, UnitParts] = {}
-        self._known: dict[object, Any] = {}
-        self._communicators: dict[object, int] = {}
+        self._known: dict[object, tuple[list[PartSeconds], PartSeconds]] = {}
 
     def microbatches(self, layout: Layout) -> int:
         return self.config.train.global_batch_size // (layout.micro_batch_size * layout.dp)
@@ -87,8 +60,6 @@ class Bounds:
         return MicroBatchCut(layout.tp, stride, layout.sequence_parallel, layout.micro_batch_size,
                              layout.policy, layout.every, layout.tile_linears)
 
-    # ---------------------------------------------------------------- time
-
     def step_s(self, layout: Layout) -> float:
         """No step is shorter: all micro-batches of the busiest position; or, without messages, the last
         position waits for the first forward of those before it, computes all of its micro-batches, and they
@@ -96,69 +67,94 @@ class Bounds:
         loss, which may not be computed again, counts once.)"""
         m = self.microbatches(layout)
         busy, before, weights = self._busy(layout)
-        return max(m * self.microbatch_s(layout), m * (busy[-1] - weights) + before)
+        return max(m * (busy[-1] - weights) + before, self._most_s(layout, m, True))
 
     def microbatch_s(self, layout: Layout) -> float:
         """No micro-batch of a steady state takes less: what a position sends over dp; or what it computes,
         which takes longer meanwhile."""
-        busy, loss = self._busy(layout)[0], self.hardware.contention
-        sent = self._sent(layout) if layout.often else [0.0] * layout.pp
-        return max(max(sends_s, computes_s + loss * sends_s)
-                   for computes_s, sends_s in zip(busy, sent, strict=True))
+        return self._most_s(layout, 1, False)
 
-    def _sent(self, layout: Layout) -> list[float]:
-        """Seconds by position for which a micro-batch sends over dp: at least each gradient if it is reduced
-        each time; and before forward and backward of each stage all parameters, but for those in the window.
-        """
-        model, place = self.units(layout.tile_linears, layout.tp), place_of(
-            layout.schedule, layout.pp, layout.virtual_stages)
-        split = model.split(len(place))
+    def _most_s(self, layout: Layout, m: int, ends: bool) -> float:
+        """Of so many micro-batches, at the position where it is most. `ends`: with a step's start and end."""
+        busy, loss = self._busy(layout)[0], self.hardware.contention
+        sent = self._sent(layout) if layout.often else [(0.0, 0.0)] * layout.pp
+        return max(max(sends_s, m * computes_s + loss * sends_s) for computes_s, sends_s in zip(
+            busy, (m * each_s + ends * more_s for each_s, more_s in sent), strict=True))
+
+    def _sent(self, layout: Layout) -> list[tuple[float, float]]:
+        """Seconds by position for which each micro-batch sends over dp, to reduce gradients, if they are
+        reduced each time, and to gather what is not resident; and a step's start and end besides."""
+        (kinds, tied), same = self._prices(layout), self.units(layout.tile_linears, layout.tp).same
+        stages, last = self._stages(layout), len(same) - 1
+        sent = [[0.0, 0.0] for _ in range(layout.pp)]
+        for position, (first, stop) in stages:
+            sent[position][0] += sum(kinds[kind].often for kind in same[first:stop])
+        for position in {stages[0][0], stages[-1][0]}:
+            sent[position][0] += tied.often
+        if layout.stage == 3 and layout.residency != "step":
+            cut = tuple([(unit,) * (kinds[kind].windowed > 0)
+                         + (TIED,) * (tied.windowed > 0 and unit in (0, last))
+                         for unit, kind in enumerate(same)])
+            for row, times in zip(sent, gathers(
+                    layout.schedule, layout.pp, self.microbatches(layout), layout.virtual_stages,
+                    layout.residency, tuple(stages), cut), strict=True):
+                for at, counts in enumerate(times):
+                    row[at] += sum(count * (tied if unit == TIED else kinds[same[unit]]).windowed
+                                   for unit, count in counts.items())
+        return [(each_s, more_s) for each_s, more_s in sent]
+
+    def _stages(self, layout: Layout) -> list[tuple[int, tuple[int, int]]]:
+        """Position, first unit and one past the last of each stage."""
+        split = self.units(layout.tile_linears, layout.tp).split(layout.pp * layout.virtual_stages)
         assert split is not None, layout
-        prices = self._prices(layout)
-        window = layout.residency if isinstance(layout.residency, int) else len(model.same)
-        window += 1 if self.config.zero.prefetch is None else self.config.zero.prefetch
-        sent = [0.0] * layout.pp
-        for position, (first, stop) in zip(place, split, strict=True):
-            kinds = model.same[first:stop]
-            sent[position] += sum(prices.often[kind] for kind in kinds)
-            if layout.stage == 3 and window < stop - first:
-                rows = sorted(prices.gather[kind] for kind in kinds)
-                sent[position] += 2 * sum(rows[:-window])
-        return sent
+        return [*zip(place_of(layout.schedule, layout.pp, layout.virtual_stages), split, strict=True)]
 
     def ends_s(self, layout: Layout) -> float:
-        """Seconds of a step in which nothing is computed: the first unit is gathered; the last gradient is
-        reduced; and behind CLIP, which waits for all gradients, a position steps its parameters."""
-        prices, model = self._prices(layout), self.units(layout.tile_linears, layout.tp)
-        place = place_of(layout.schedule, layout.pp, layout.virtual_stages)
-        split = model.split(len(place))
-        assert split is not None, layout
-        steps = [0.0] * layout.pp
-        for position, (first, stop) in zip(place, split, strict=True):
-            steps[position] += sum(prices.step[kind] for kind in model.same[first:stop])
-        return prices.first + min(prices.last) + max(steps)
+        """Seconds of a step in which nothing is computed: all waits for the first forward of the first stage,
+        and that for its parameters; and behind CLIP, which waits for all gradients, a position steps its own.
+        """
+        kinds, model = self._prices(layout)[0], self.units(layout.tile_linears, layout.tp)
+        stages, steps = self._stages(layout), [0.0] * layout.pp
+        for position, (first, stop) in stages:
+            steps[position] += sum(kinds[kind].step for kind in model.same[first:stop])
+        stop = stages[0][1][1]
+        gathered = [kinds[kind].gather for kind in model.same[:stop]]
+        computed = sum(unit.forward_s for unit in model.of(self.cut(layout))[:stop - 1])
+        return max(gathered[0], sum(gathered) - computed) + max(steps)
 
-    def _prices(self, layout: Layout) -> UnitPrices:
-        key = ("prices", layout.tp, layout.dp, layout.pp * (layout.axis_order != "pp-dp-tp"),
+    def reductions(self, layout: Layout) -> list[tuple[float, float]]:
+        """Seconds to reduce the gradients of each stage at a step's end: all, and the least of a unit."""
+        kinds, same = self._prices(layout)[0], self.units(layout.tile_linears, layout.tp).same
+        rows = ([kinds[kind].reduce for kind in same[first:stop]]
+                for _, (first, stop) in self._stages(layout))
+        return [(sum(row), min(row)) for row in rows]
+
+    def _prices(self, layout: Layout) -> tuple[list[PartSeconds], PartSeconds]:
+        """Of each kind of compute unit, and of a tied embedding."""
+        key = (layout.tp, layout.dp, layout.pp * (layout.axis_order != "pp-dp-tp"),
                layout.sequence_parallel, layout.stage, layout.shard_size, layout.reduce_every,
                layout.reduce_dtype, layout.offload_optimizer, layout.tile_linears)
         if key not in self._known:
             config = config_of(layout, self.config)
             table = self.units(layout.tile_linears, layout.tp).table(config)
-            price, rows = cost(Plan(table, {}, config), self.hardware), table.parameters
-
-            def seconds(op: Op, counts: Callable[[int], bool]) -> list[float]:
-                return [sum(price(0, Instruction(op, p, group="" if op == Op.STEP else rows[p].shard_group))
-                            for p in unit.parameters if rows[p].name != "tied embedding" and counts(p))
-                        for unit in table.units]
-
-            last = seconds(Op.REDUCE, lambda p: rows[p].trains)
+            price, rows, away = cost(Plan(table, {}, config), self.hardware), table.parameters, config.offload
             times = 0.0 if layout.stage < 2 or layout.reduce_every == "step" else 1 / config.reduce_every
-            some = layout.offload_optimizer and (config.offload.delayed_update or config.offload.ratio < 1)
-            self._known[key] = UnitPrices(
-                seconds(Op.GATHER, lambda p: not rows[p].whole and table.is_cut(p)),
-                [times * each for each in last], seconds(Op.GATHER, table.is_cut)[0], last,
-                seconds(Op.STEP, lambda p: rows[p].trains and not some))
+            meanwhile = layout.offload_optimizer and (away.delayed_update or away.ratio < 1)
+
+            def seconds(p: int) -> PartSeconds:
+                row, gather_s, sums = rows[p], 0.0, [0.0]
+                if table.is_cut(p):
+                    gather_s = price(0, Instruction(Op.GATHER, p, group=row.shard_group))
+                if row.trains:
+                    sums = [price(0, Instruction(Op.REDUCE, p, group=step.group)) for step in row.reductions
+                            if step.group in (row.shard_group, "replica")]
+                return PartSeconds(gather_s * (not row.whole), gather_s, times * sums[0], sum(sums),
+                                   price(0, Instruction(Op.STEP, p)) if row.trains and not meanwhile else 0.0)
+
+            tied = [seconds(p) for p, row in rows.items() if row.name == "tied embedding"]
+            self._known[key] = [PartSeconds(*map(sum, zip(PartSeconds(), *(
+                seconds(p) for p in unit.parameters if rows[p].name != "tied embedding"), strict=True)))
+                for unit in table.units], tied[0] if tied else PartSeconds()
         return self._known[key]
 
     def _busy(self, layout: Layout) -> tuple[list[float], float, float]:
@@ -183,213 +179,48 @@ class Bounds:
             self._bounds[key] = busy, before, last
         return self._bounds[key]
 
-    # ---------------------------------------------------------------- memory
-
-    def bytes(self, layout: Layout) -> int:
-        """Of the fullest rank, with temporaries, CUDA and NCCL."""
-        peak = max(map(add, self._fixed(layout), self._kept(layout)))
-        return peak + (self.taken(layout) if self.config.run.device != "cpu" else 0)
-
-    def host_bytes(self, layout: Layout) -> int:
-        """Of what is off the device, of the ranks of a node."""
-        ranks = round(min(self.hardware.node_ranks, layout.tp * layout.pp * layout.dp))
-        return ranks * max(sum(part.host for part in parts) for parts in self._held(layout))
-
-    def taken(self, layout: Layout) -> int:
-        """Bytes for CUDA, and for the communicators of a rank, the most of any position."""
-        place = place_of(layout.schedule, layout.pp, layout.virtual_stages)
-        key = layout.axis_order, layout.tp, layout.pp, layout.dp, layout.shard_size, layout.stage > 0, place
-        if key not in self._communicators:
-            mesh = make_mesh(config_of(layout, self.config))
-            ends = {(*sorted((here, there)), kind, here < there) for here, there
-                    in zip(place, place[1:], strict=False) if here != there for kind in ("act", "grad")}
-            self._communicators[key] = max(
-                groups(mesh, position) + sum(position in end[:2] for end in ends)
-                for position in range(layout.pp))
-        return self.hardware.taken_bytes(self._communicators[key])
-
-    def _unit_parts(self, layout: Layout) -> UnitParts:
-        key = (layout.tp, layout.dp, layout.sequence_parallel, layout.stage, layout.shard_size,
-               layout.reduce_every, layout.offload_optimizer, layout.reduce_dtype, layout.tile_linears)
-        if key not in self._parts:
-            config = config_of(layout, self.config)
-            table = self.units(layout.tile_linears, layout.tp).table(config)
-            ratio = config.offload.ratio
-
-            def part(p: int) -> PartBytes:
-                held = table.parameters[p]
-                fixed, host = parameter_bytes(table, p), 0
-                if held.trains:
-                    away = ratio if held.state_home != Tier.DEVICE else 0.0
-                    each = table.state_bytes(Tier.HOST) + table.elements.grad
-                    host = round(away * table.shard_numel(p) * each) * (held.state_home == Tier.HOST)
-                    fixed += gradient_bytes(table, p) + round(
-                        (1 - away) * table.shard_numel(p) * table.state_bytes(Tier.DEVICE))
-                return PartBytes(held.numel, fixed, host, held.trains, not held.whole and table.is_cut(p))
-
-            tied = [p for p, held in table.parameters.items() if held.name == "tied embedding"]
-            self._parts[key] = UnitParts([[part(p) for p in unit.parameters if p not in tied]
-                                          for unit in table.units], part(tied[0]) if tied else None)
-        return self._parts[key]
-
-    def _held(self, layout: Layout) -> list[list[PartBytes]]:
-        """Parameter units of each position."""
-        model, parts = self.units(layout.tile_linears, layout.tp), self._unit_parts(layout)
-        place = place_of(layout.schedule, layout.pp, layout.virtual_stages)
-        split = model.split(len(place))
-        assert split is not None, layout
-        rows: list[list[PartBytes]] = [[] for _ in range(layout.pp)]
-        for position, (first, stop) in zip(place, split, strict=True):
-            for unit in range(first, stop):
-                rows[position] += parts.of_kind[model.same[unit]]
-        for position in {place[0], place[-1]} if parts.tied is not None else ():
-            rows[position] += [parts.tied]  # pyright: ignore
-        return rows
-
-    def _fixed(self, layout: Layout) -> list[int]:
-        """By position: parameters, gradients, optimizer states, buffers."""
-        key = (layout.tp, layout.dp, layout.sequence_parallel, layout.stage, layout.shard_size,
-               layout.reduce_every, layout.residency, layout.offload_optimizer, layout.reduce_dtype,
-               layout.tile_linears, place_of(layout.schedule, layout.pp, layout.virtual_stages))
-        if key not in self._known:
-            config, model = config_of(layout, self.config), self.units(layout.tile_linears, layout.tp)
-            ahead = 1 if config.zero.prefetch is None else config.zero.prefetch
-            split = model.split(layout.pp * layout.virtual_stages)
-            assert split is not None, layout
-            sizes = {"stage": max(stop - first for first, stop in split), "step": len(model.same)}
-            asked = layout.residency or 1
-            window = asked if isinstance(asked, int) else sizes[asked]
-            self._known[key] = [_fixed_bytes(layout, config, parts, window + ahead)
-                                for parts in self._held(layout)]
-        return self._known[key]
-
-    def _kept(self, layout: Layout) -> list[int]:
-        """By position: activations and temporaries."""
-        m = self.microbatches(layout)
-        key = (self.cut(layout), layout.schedule, layout.pp, layout.virtual_stages, m,
-               layout.offload_activations)
-        if key not in self._known:
-            kept = held(layout.schedule, layout.pp, m, layout.virtual_stages)
-            self._known[key] = [self._kept_at(layout, position, kept[position])
-                                for position in range(layout.pp)]
-        return self._known[key]
-
-    def _kept_at(self, layout: Layout, position: int, kept: Sequence[Live]) -> int:
-        """The highest of two: when the loss is made, or a forward ends; when a unit has been computed again.
-        (Temporaries: logits once more, or about a third of the operands; and some of the residual stream.
-        Where backward is split, the gradient of the logits is there before the logits go.)"""
-        model, cut = self.units(layout.tile_linears, layout.tp), self.cut(layout)
-        split = model.split(layout.pp * layout.virtual_stages)
-        place = place_of(layout.schedule, layout.pp, layout.virtual_stages)
-        assert split is not None, layout
-        every = model.of(cut)
-        if at_once(layout.schedule, layout.pp, self.microbatches(layout), layout.virtual_stages):
-            every = [*every[:-1], every[-1]._replace(again=False)]
-        mine = [every[first:stop] for (first, stop), where in zip(split, place, strict=True)
-                if where == position]
-        saved = [sum(_kept_bytes(unit, layout) + unit.handed_bytes for unit in stage) for stage in mine]
-        operands = [sum(unit.operand_bytes for unit in stage) for stage in mine]
-        peak = max(sum(map(mul, (*row.saved, *row.operands), (*saved, *operands))) for row in kept)
-        if layout.policy == "budget":
-            peak = min(peak, parse_bytes(self.config.activation.budget or 0))
-        units = [unit for stage in mine for unit in stage]
-        halves = any(map(any, (row.operands for row in kept)))
-        logits = max(max(unit.logits_bytes, halves * bool(unit.logits_bytes) * unit.operand_bytes)
-                     for unit in units)
-        beside = [unit.operand_bytes // 3 for unit in units if not unit.logits_bytes]
-        # Its saved tensors are gone when other units of its micro-batch are computed again.
-        gone = sum(unit.saved_bytes for unit in units if unit.logits_bytes and not unit.again)
-        again = max((unit.saved_bytes + unit.operand_bytes // 3 - gone * (not unit.logits_bytes)
-                     for unit in units if unit.again), default=0)
-        return peak + max(logits, again, max(beside, default=0)) + 3 * model.act_bytes[cut]
-
-
-def _kept_bytes(unit: UnitCost, layout: Layout) -> int:
-    """Bytes that a unit keeps of a micro-batch on the device from its forward to its backward."""
-    if not unit.again:
-        return unit.saved_bytes
-    return 0 if layout.offload_activations else unit.kept_bytes
-
-
-def _fixed_bytes(layout: Layout, config: Config, parts: Sequence[PartBytes], window: int) -> int:
-    """Of a position with these parameter units. `window`: units that are gathered at a time."""
-    element, grad, reduce = (BYTES[dtype] for dtype in (
-        config.precision.dtype, config.precision.grad_dtype, config.precision.reduce_dtype))
-    trained = [part.numel for part in parts if part.trains]
-    size = sum(part.fixed for part in parts)
-    size += _most([part.numel for part in parts if part.gathered], window) * element
-    if layout.stage >= 2:
-        size += _most(trained, len(trained) if layout.reduce_every == "step" else 2) * grad
-    if layout.dp > 1:
-        size += max(trained, default=0) * reduce * (1 if reduce == grad else 2)
-    return size
-
-
-def _most(sizes: Sequence[int], count: int) -> int:
-    """Elements of buffers for so many units at a time: of each size its own, or all of the largest."""
-    counts: dict[int, int] = {}
-    for numel in sizes:
-        counts[numel] = counts.get(numel, 0) + 1
-    apart = sum(numel * min(count, units) for numel, units in counts.items())
-    return min(apart, max(counts, default=0) * min(count, len(sizes)))
-
 
 # ---------------------------------------------------------------- of schedules
 
 
-class Live(NamedTuple):
-    """What a position keeps at a time, by its stages: micro-batches from forward to backward, and from the
-    input half of backward to the weights' half."""
+TIED = -1  # the parameter unit of a tied embedding
+Gathered = Mapping[int, float]  # parameter unit -> how often it is gathered
 
-    saved: tuple[int, ...]
-    operands: tuple[int, ...]
+
+@lru_cache(2048)
+def gathers(name: str, p: int, m: int, v: int, residency: int | str | None,
+            stages: tuple[tuple[int, tuple[int, int]], ...],
+            cut: tuple[tuple[int, ...], ...]) -> list[tuple[Gathered, Gathered]]:
+    """By position, what is gathered for a micro-batch of a steady state, and for a step's start and end
+    besides; nothing of most positions, since those between the ends are alike. `cut`: of each compute unit, what it has gathered. `stages`: as Bounds._stages."""
+    size = residency if isinstance(residency, int) else max(
+        len({held for unit in range(*units) for held in cut[unit]}) for _, units in stages)
+
+    def count(microbatches: int) -> list[Counter[int]]:
+        result = [Counter[int]() for _ in range(p)]
+        orders = SCHEDULES[name].make(p, microbatches, v)
+        for position in {0, p // 2, p - 1}:
+            tasks = orders[position]
+            used = [cut[unit] for task in tasks if task.kind != "W"
+                    for unit in range(*stages[task.stage][1])[::1 if task.kind == "F" else -1] if cut[unit]]
+            before = defaultdict[int, list[int]](list)
+            window([(use, [*held]) for use, held in enumerate(used)], size, 1, before, defaultdict(list))
+            result[position].update(held for some in before.values() for held in some)
+        return result
+
+    less, more = brief(name, p, m), few(name, p, m)
+    if less == more:
+        return [({}, counts) for counts in count(more)]
+    rows = []
+    for first, then in zip(count(less), count(more), strict=True):
+        each = {held: (times - first[held]) / (more - less) for held, times in then.items()}
+        rows.append((each, {held: first[held] - less * times for held, times in each.items()}))
+    return rows
 
 
 @lru_cache(512)
 def place_of(name: str, p: int, v: int) -> tuple[int, ...]:
     return SCHEDULES[name].place(p, v)
-
-
-@lru_cache(512)
-def held(name: str, p: int, m: int, v: int) -> tuple[tuple[Live, ...], ...]:
-    """By position: what it keeps at the times of most memory, none of which is below another."""
-    if name in FORWARDS_FIRST:
-        return tuple((Live((m,) * v, (0,) * v),) for _ in range(p))
-    place, result = place_of(name, p, v), []
-    for position, tasks in enumerate(SCHEDULES[name].make(p, few(name, p, m), v)):
-        mine = (stage for stage, where in enumerate(place) if where == position)
-        chunk = {stage: at for at, stage in enumerate(mine)}
-        saved, operands, seen = [0] * v, [0] * v, set()
-        for task in tasks:
-            at = chunk[task.stage]
-            saved[at] += task.kind == "F"
-            seen.add((*saved, *operands))
-            # Unit by unit, operands take the place of what was saved.
-            saved[at] -= task.kind in "BI"
-            operands[at] += (task.kind == "I") - (task.kind == "W")
-            seen.add((*saved, *operands))
-        result.append(tuple(Live(each[:v], each[v:]) for each in _highest(seen)))
-    return tuple(result)
-
-
-def _highest(rows: set[tuple[int, ...]]) -> Sequence[tuple[int, ...]]:
-    kept: list[tuple[int, ...]] = []
-    for row in sorted(rows, key=lambda row: (-sum(row), row)):
-        if not any(all(a <= b for a, b in zip(row, other, strict=True)) for other in kept):
-            kept.append(row)
-    return kept
-
-
-@lru_cache(512)
-def at_once(name: str, p: int, m: int, v: int) -> bool:
-    """Whether the last unit's backward follows its forward, so that to recompute it would save nothing."""
-    if name == "dualpipe-v":  # for some micro-batches only
-        return False
-    if name in FORWARDS_FIRST:
-        return m == 1
-    tasks = SCHEDULES[name].make(p, few(name, p, m), v)[place_of(name, p, v)[-1]]
-    index = next(at for at, task in enumerate(tasks) if task[:2] == ("F", p * v - 1))
-    return index + 1 < len(tasks) and tasks[index + 1][1:] == (p * v - 1, tasks[index][2])
 
 
 @lru_cache(64)

@@ -26,6 +26,7 @@ from threed.base.quantity import BYTES
 from threed.base.remember import remembering
 from threed.layout_search.bounds import Bounds
 from threed.layout_search.layout import Layout, config_of
+from threed.layout_search.memory_filter import MemoryFilter
 from threed.layout_search.short_plan import ShortPlans
 from threed.layout_search.space import NEEDLESS, NO_HOST, NO_MEMORY, REFUSED, SLOWER, Space, Variant
 from threed.prediction.hardware import Hardware
@@ -79,6 +80,7 @@ class Search:
         self.base, self.hardware, self.memory, self.keep = base, hardware, memory, keep
         self.rounding = rounding
         self.bounds = Bounds(base, hardware)
+        self.memory_filter = MemoryFilter(self.bounds)
         self.result = SearchResult()
         self._sure: dict[object, float] = {}  # idea -> the shortest of those that surely fit
         self._times: defaultdict[object, list[float]] = defaultdict(list)  # idea -> all, the shortest first
@@ -153,12 +155,12 @@ class Search:
         return layouts
 
     def _does_not_fit(self, variant: Variant, fitting: list[Variant]) -> str | None:
-        layout, result, size = variant.layout, self.result, self.bounds.bytes(variant.layout)
+        layout, result, size = variant.layout, self.result, self.memory_filter.bytes(variant.layout)
         if size > self.memory:
             if result.nearest is None or size < result.nearest[0]:
                 result.nearest = size, layout
             return NO_MEMORY
-        if layout.offload_optimizer and (self.bounds.host_bytes(layout)
+        if layout.offload_optimizer and (self.memory_filter.host_bytes(layout)
                                          > self.hardware.host_memory_gb * 1e9):
             return NO_HOST
         if size < _SURE * self.memory:
@@ -182,11 +184,15 @@ class Search:
                 layout = some[0][1]._replace(tile_linears=tiles)
                 short = ShortPlans(config_of(layout, self.base), self.hardware)
                 least_s = short.least_s(self.bounds.microbatch_s(layout._replace(stage=1)))
-                return [(max(bound_s, least_s + self.bounds.ends_s(layout)), layout, short)
+                return [(max(bound_s, least_s + self._ends_s(layout, short)), layout, short)
                         for bound_s, layout in some]
         except ThreedError as error:
             self._refuse(len(some), error)
         return []
+
+    def _ends_s(self, layout: Layout, alike: ShortPlans) -> float:
+        """How much longer than a free step one is, at least, for its start and its end."""
+        return self.bounds.ends_s(layout) + alike.reduced_s(self.bounds.reductions(layout))
 
     def _time(self, layout: Layout, alike: ShortPlans, bound_s: float) -> None:
         """Time a layout, if it may be of use. `alike`: of one that computes the same. `bound_s`: its step is
@@ -196,7 +202,7 @@ class Search:
             if bound_s <= limit:
                 short = ShortPlans(config_of(layout, self.base), self.hardware)
                 bound_s = short.step_s(alike, limit, self.bounds.microbatch_s(layout),
-                                       self.bounds.ends_s(layout))
+                                       self._ends_s(layout, alike))
             if bound_s > limit:
                 self.result.dropped[SLOWER] += 1
             else:
@@ -205,7 +211,7 @@ class Search:
             self._refuse(1, error)
 
     def _found(self, layout: Layout, step_s: float) -> None:
-        size = self.bounds.bytes(layout)
+        size = self.memory_filter.bytes(layout)
         self.result.found.append(Found(layout, step_s, size))
         if size < _SURE * self.memory:
             self._sure[layout.idea] = min(step_s, self._sure.get(layout.idea, math.inf))

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
@@ -25,14 +25,14 @@ from typing import NamedTuple
 from threed.planner.auto import check_limit, make_pipeline, marked_table
 from threed.planner.passes import run_passes
 from threed.prediction.analytic import cost
-from threed.prediction.contention import step
+from threed.prediction.contention import PredictedStep, step
 from threed.prediction.hardware import Hardware
 from threed.program.analysis import Analysis
 from threed.program.entries import ComputeUnit, ParameterUnit
 from threed.program.instruction import COMPUTE, Instruction, Op
 from threed.program.plan import Plan
 from threed.program.table import Table
-from threed.program.walk import Cost
+from threed.program.walk import Cost, Walk
 from threed.schedules.orders import SCHEDULES
 from threed.schema import Config, OffloadConfig, ZeroConfig
 from threed.spec.kernels import Kernel, Moved
@@ -185,12 +185,27 @@ class ShortPlans:
                 made = short_plan(plain, microbatches, ends=False)
             else:
                 made = self._plan(microbatches)
-            self._times[key] = _walked(made, self.hardware, free)
+            walked = _walked(made, self.hardware, free)
+            self._times[key] = walked.total_s
+            if free == _FREE and microbatches == self._brief:
+                self._last = [*_last_backwards(made, walked.walk)]
         return self._times[key]
 
     def least_s(self, microbatch_s: float) -> float:
         """No step is shorter, where no more micro-batch takes less than `microbatch_s`. It takes one plan."""
         return self._timed(self._brief, _FREE) + (self.m - self._brief) * microbatch_s
+
+    def reduced_s(self, reductions: Sequence[tuple[float, float]]) -> float:
+        """How much longer than a free step one is, at least, that reduces gradients at its end. `reductions`:
+        of each stage, as Bounds.reductions: they begin with the last backward, one behind the other."""
+        free_s, longest = self._timed(self._brief, _FREE), 0.0
+        for ends in self._last:
+            sent = 0.0
+            for begin, end, stage in sorted(ends):
+                all_s, least_s = reductions[stage]
+                sent = max(max(sent, begin) + all_s, end + least_s)
+            longest = max(longest, sent)
+        return max(0.0, longest - free_s)
 
     def _pace_s(self, free: tuple[Op, ...], early: bool = False) -> float:
         """Seconds of one more micro-batch. `early`: from shorter plans, which may have no steady state yet:
@@ -249,7 +264,7 @@ class ShortPlans:
         def seconds(microbatches: int) -> float:
             if hardware is None and change is None:
                 return self._timed(microbatches, free)
-            return _walked(self._plan(microbatches), hardware or self.hardware, free, change)
+            return _walked(self._plan(microbatches), hardware or self.hardware, free, change).total_s
 
         return self._whole(seconds, times)
 
@@ -293,14 +308,26 @@ _KEPT = ("kept", "kpart")  # inputs that are kept for RECOMPUTE: with it their m
 
 
 def _walked(made: Analysis, hardware: Hardware, free: Collection[Op],
-            change: Callable[[Table], Table] | None = None) -> float:
-    """Seconds of a step, if ops are free, at the prices of a table that is changed."""
+            change: Callable[[Table], Table] | None = None) -> PredictedStep:
+    """A step, if ops are free, at the prices of a table that is changed."""
     price = cost(made.plan if change is None else replace(made.plan, table=change(made.table)), hardware)
 
     def seconds(position: int, item: Instruction) -> float:
         return 0.0 if (Op.RECOMPUTE if item.kind in _KEPT else item.op) in free else price(position, item)
 
-    return step(made, seconds, hardware).total_s
+    return step(made, seconds, hardware)
+
+
+def _last_backwards(made: Analysis, walk: Walk) -> Iterator[list[tuple[float, float, int]]]:
+    """By position: when the last backward of each stage begins and ends, and the stage."""
+    for program, begins, ends in zip(made.plan.programs["train"], walk.start, walk.end, strict=True):
+        last = {item.unit: index for index, item in enumerate(program)
+                if item.op in (Op.BACKWARD, Op.BACKWARD_WEIGHT)}
+        of_stage: dict[int, list[int]] = {}
+        for unit, index in last.items():
+            of_stage.setdefault(made.table.units[unit].stage, []).append(index)
+        yield [(min(begins[index] for index in indices), max(ends[index] for index in indices), stage)
+               for stage, indices in of_stage.items()]
 
 
 def _spent(plan: Plan, price: Cost, ops: Collection[Op], position: int) -> float:

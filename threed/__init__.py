@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from threed.config.load import load
     from threed.data.sampling import Sampling
     from threed.html_report.report import report
-    from threed.layout_search.verb import search
+    from threed.layout_search.search import search
     from threed.models.own.model import Layers
     from threed.models.own.spec import Spec
     from threed.monitor.run import Run
@@ -58,7 +58,7 @@ _HOMES = {"__version__": "base.version", "Callback": "training.hooks", "Config":
           "Trainer": "training.trainer", "check": "api.plans", "evaluate": "api.inference",
           "generate": "api.inference", "initialize": "api.initialize", "load": "config.load",
           "plan": "api.plans", "predict": "prediction.predict", "report": "html_report.report",
-          "search": "layout_search.verb", "show": "api.plans", "train": "api.plans"}
+          "search": "layout_search.search", "show": "api.plans", "train": "api.plans"}
 
 
 def __getattr__(name: str) -> Any:

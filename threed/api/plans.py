@@ -1,5 +1,5 @@
 """The verbs of the library. `import threed` has them, and the command line calls them. (`predict` is in
-prediction/predict, `report` in html_report/report, `search` in layout_search/verb.)"""
+prediction/predict, `report` in html_report/report, `search` in layout_search/search.)"""
 
 from __future__ import annotations
 

@@ -192,7 +192,8 @@ def gathers(name: str, p: int, m: int, v: int, residency: int | str | None,
             stages: tuple[tuple[int, tuple[int, int]], ...],
             cut: tuple[tuple[int, ...], ...]) -> list[tuple[Gathered, Gathered]]:
     """By position, what is gathered for a micro-batch of a steady state, and for a step's start and end
-    besides; nothing of most positions, since those between the ends are alike. `cut`: of each compute unit, what it has gathered. `stages`: as Bounds._stages."""
+    besides: at three positions, since others are alike. `cut`: of each compute unit, what it has gathered.
+    `stages`: as Bounds._stages."""
     size = residency if isinstance(residency, int) else max(
         len({held for unit in range(*units) for held in cut[unit]}) for _, units in stages)
 

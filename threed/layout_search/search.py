@@ -1,264 +1,171 @@
-"""Search: all layouts of a config on so many devices; those that no bound drops are timed by short plans, the
-best by the full plan.
-
-    shapes, by a lower bound -> variants that fit -> step time -> best ideas -> full plan -> ranked
-
-What cannot be among the best is not timed: what is slower, at best, than so many ideas, or than another
-layout of its idea.
-"""
+"""`threed.search`: the best layouts of a config on so many devices, as a document and as a table."""
 
 from __future__ import annotations
 
-import gc
-import heapq
-import itertools
-import math
 import time
-from bisect import insort
-from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any, NamedTuple
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
-from threed.base.errors import ThreedError
-from threed.base.quantity import BYTES
+from threed.base.errors import InputError, ThreedError, check_type
+from threed.base.quantity import BYTES, many, parse_memory, show_bytes, show_count, show_seconds
 from threed.base.remember import remembering
-from threed.layout_search.bounds import Bounds
-from threed.layout_search.layout import Layout, config_of
-from threed.layout_search.memory_filter import MemoryFilter
+from threed.base.texttable import wrapped
+from threed.config.load import checked
+from threed.layout_search.request import Question, ask, write
+from threed.layout_search.best_first import TRIES, Found, Search, SearchResult, helps
 from threed.layout_search.short_plan import ShortPlans
-from threed.layout_search.space import NEEDLESS, NO_HOST, NO_MEMORY, REFUSED, SLOWER, Space, Variant
-from threed.prediction.hardware import Hardware
-from threed.program.instruction import Op, Tier
-from threed.program.table import Table
-from threed.schema import Config
+from threed.layout_search.space import NO_MEMORY
+from threed.models.model import model_flops
+from threed.prediction.hardware import DEFAULT, OF_CPUS, Hardware
 
+_PLANNED = 20  # ideas about which the full plan decides
+_BY_PLAN = "does not fit, or cannot run, by the full plan"
 Progress = Callable[[str], None]
-_NEAR = 1.02  # what is so much slower than the worst of the best is dropped
-_AS_FAST = 1.0005  # so near, the layout that holds less is better
-_SURE = 0.97  # what takes less of the memory fits by the full plan, too
-TRIES = 3  # layouts of an idea that may turn out not to fit
-_FAR = 1.3  # while there are few ideas: times the best step
 
 
-class Found(NamedTuple):
-    """A layout that fits, as far as is known without its plan."""
+def search(path: str | Path, devices: int, overrides: list[str] | None = None, hardware: str = "",
+           memory: str | int | None = None, progress: Progress = lambda _: None,
+           rounding: bool = False) -> dict[str, Any]:
+    """Search the best layout of a config's model and global batch on so many devices: mesh and the order of
+    its axes, schedule, micro-batch, ZeRO, recomputation, sequence parallelism, offload, tiles.
 
-    layout: Layout
-    step_s: float
-    bytes: int
+    What `overrides` say of these stays as it is; what the file says of them is left out. `hardware`: as in
+    `predict`. `memory`: of a device, such as "80GB"; None: that of the hardware; a share of it stays free, as
+    in `predict` (`free_share`). `rounding`: compare gradients that are sent in 16 bits, too, which rounds
+    their sums.
+
+    Returns the document of `threed search --json`. `layouts` are the best of each idea, the fastest first,
+    as priced by the full plan: `step_s`, `tokens_per_s`, `mfu`, `peak_bytes`, `bubble`, and `changes`: the
+    keys of its config. `dropped`: reason -> number of layouts. Raises InputError where no layout fits, with
+    what is nearest.
+
+    >>> threed.search("configs/llama3-8b.yaml", 64, ["parallel.tp=4"], "h100-sxm")["layouts"][0]["layout"]
+    """
+    check_type("devices", devices, int, "the number of devices")
+    if devices < 1:
+        raise InputError(f"devices={devices}: must be at least 1")
+    asked = ask(path, overrides, rounding)
+    machine = Hardware.parse(hardware, OF_CPUS if asked.base.run.device == "cpu" else DEFAULT)
+    room = parse_memory(str(memory)) if memory is not None else machine.memory_bytes
+    limit = machine.usable_bytes(room)
+    searched = Search(asked.base, machine, limit, _PLANNED, rounding)
+    result = searched.run(devices, asked.fixed, progress)
+    begin = time.monotonic()
+    with remembering():
+        rows = _planned(asked, machine, limit, result, progress)
+    if not rows:
+        raise InputError(_nothing(result, devices, limit, room))
+    return {"config": str(path), "devices": devices, "hardware": machine.title, "memory_bytes": room,
+            "usable_bytes": limit, "fixed": asked.fixed, "rounding": rounding,
+            "considered": result.considered, "timed": len(result.found), "seconds": result.seconds,
+            "planned_seconds": time.monotonic() - begin, "dropped": dict(result.dropped.most_common()),
+            "layouts": rows}
 
 
-@dataclass
-class SearchResult:
-    """What a search has found: layouts by step time, and how many it dropped for which reason."""
-
-    found: list[Found] = field(default_factory=list)
-    dropped: Counter[str] = field(default_factory=Counter)
-    examples: dict[str, str] = field(default_factory=dict)  # reason -> one in words
-    considered: int = 0
-    nearest: tuple[int, Layout] | None = None  # bytes, where nothing fits
-    seconds: float = 0.0
-
-
-class _Waiting(NamedTuple):
-    """What is still to be looked at: the variants of a shape from a row of recomputation on; or a layout."""
-
-    bound_s: float
-    number: int  # of those that are as fast at best, the first comes first
-    shape: Layout
-    rank: int
-    fitting: list[Variant]  # of the shape, those that surely fit
-    short: ShortPlans | None = None  # of a layout: of one that computes the same
-
-
-class Search:
-    """`memory`: bytes of a device. `keep`: so many ideas are wanted. `rounding`: as in Space."""
-
-    def __init__(self, base: Config, hardware: Hardware, memory: int, keep: int = 20, rounding: bool = False):
-        self.base, self.hardware, self.memory, self.keep = base, hardware, memory, keep
-        self.rounding = rounding
-        self.bounds = Bounds(base, hardware)
-        self.memory_filter = MemoryFilter(self.bounds)
-        self.result = SearchResult()
-        self._sure: dict[object, float] = {}  # idea -> the shortest of those that surely fit
-        self._times: defaultdict[object, list[float]] = defaultdict(list)  # idea -> all, the shortest first
-        self._limit = float("inf")
-
-    def run(self, devices: int, fixed: Mapping[str, Any],
-            progress: Progress = lambda _: None) -> SearchResult:
-        """`fixed`: field of a layout -> its only value."""
-        often = gc.get_threshold()
-        gc.set_threshold(1_000_000, *often[1:])  # plans are many objects, none of which is garbage for long
-        try:
-            with remembering():
-                return self._run(Space(self.bounds, devices, fixed, self.memory, self.rounding), progress)
-        finally:
-            gc.set_threshold(*often)
-
-    def _run(self, space: Space, progress: Progress) -> SearchResult:
-        begin = told = time.monotonic()
-        result, ranks, numbers = self.result, range(len(space.recomputes)), itertools.count()
-        waiting = [_Waiting(self._bound_s(space, shape, 0), next(numbers), shape, 0, [])
-                   for shape in space.shapes()] if ranks else []
-        heapq.heapify(waiting)
-        total = len(waiting)
-        while waiting:
-            first = heapq.heappop(waiting)
-            if first.short is not None:
-                self._time(first.shape, first.short, first.bound_s)
-            elif first.bound_s > self._limit:
-                dropped = sum(space.count(first.shape, rank) for rank in ranks[first.rank:])
-                result.dropped[SLOWER] += dropped
-                result.considered += dropped
-            else:
-                result.considered += space.count(first.shape, first.rank)
-                layouts = self._fitting(space.variants(first.shape, first.rank), first.fitting)
-                for bound_s, layout, short in self._group(layouts, first.shape.tile_linears):
-                    heapq.heappush(waiting, _Waiting(bound_s, next(numbers), layout, 0, [], short))
-                if (rank := first.rank + 1) in ranks:
-                    bound_s = max(first.bound_s, self._bound_s(space, first.shape, rank))
-                    heapq.heappush(waiting, first._replace(bound_s=bound_s, rank=rank))
-            if time.monotonic() > told + 2:
-                told = time.monotonic()
-                progress(self._words(total - len(waiting), total))
-        result.dropped.update(space.dropped)
-        result.examples.update(space.wrong)
-        result.considered += space.dropped.total()
-        # Of layouts that are as fast, the one that holds least.
-        result.found.sort(key=lambda each: (float(f"{each.step_s:.4g}"), each.bytes))
-        result.seconds = time.monotonic() - begin
-        return result
-
-    def _bound_s(self, space: Space, shape: Layout, rank: int) -> float:
-        policy, away = space.recomputes[rank]
-        return self.bounds.step_s(shape._replace(policy=policy, offload_activations=away,
-                                                 every=space.fixed.get("every", 1)))
-
-    def _words(self, done: int, total: int) -> str:
-        best = min((found.step_s for found in self.result.found), default=None)
-        words = f", best step {best:.3g} s" if best is not None else ""
-        return (f"{done} of {total} shapes, {self.result.considered} layouts, {len(self.result.found)} "
-                f"timed{words}")
-
-    def _fitting(self, variants: list[Variant], fitting: list[Variant]) -> list[Layout]:
-        """Layouts of variants that fit, and are not needless. `fitting`: of the shape, those that surely fit.
-        """
-        layouts = []
-        for variant in variants:
-            reason = NEEDLESS if variant.needless(fitting) else self._does_not_fit(variant, fitting)
-            if reason is None:
-                layouts.append(variant.layout)
-            else:
-                self.result.dropped[reason] += 1
-        return layouts
-
-    def _does_not_fit(self, variant: Variant, fitting: list[Variant]) -> str | None:
-        layout, result, size = variant.layout, self.result, self.memory_filter.bytes(variant.layout)
-        if size > self.memory:
-            if result.nearest is None or size < result.nearest[0]:
-                result.nearest = size, layout
-            return NO_MEMORY
-        if layout.offload_optimizer and (self.memory_filter.host_bytes(layout)
-                                         > self.hardware.host_memory_gb * 1e9):
-            return NO_HOST
-        if size < _SURE * self.memory:
-            fitting.append(variant)
-        return None
-
-    def _limit_of(self, layout: Layout) -> float:
-        """A layout that is slower is of no use: others of its idea, enough of which will fit, are faster."""
-        others = [self._sure.get(layout.idea, math.inf), *self._times[layout.idea][TRIES - 1:TRIES]]
-        return min(self._limit, _AS_FAST * min(others))
-
-    def _group(self, layouts: list[Layout], tiles: str | None) -> list[tuple[float, Layout, ShortPlans]]:
-        """Those of layouts of one shape, which compute the same, that may be of use; what they are not faster
-        than; and short plans of one of them. `tiles`: of all variants."""
-        some = [(bound_s, layout) for layout in layouts
-                if (bound_s := self.bounds.step_s(layout) + self.bounds.ends_s(layout))
-                <= self._limit_of(layout)]
-        self.result.dropped[SLOWER] += len(layouts) - len(some)
-        try:
-            if some:
-                layout = some[0][1]._replace(tile_linears=tiles)
-                short = ShortPlans(config_of(layout, self.base), self.hardware)
-                least_s = short.least_s(self.bounds.microbatch_s(layout._replace(stage=1)))
-                return [(max(bound_s, least_s + self._ends_s(layout, short)), layout, short)
-                        for bound_s, layout in some]
-        except ThreedError as error:
-            self._refuse(len(some), error)
+def _planned(asked: Question, machine: Hardware, limit: int, result: SearchResult,
+             progress: Progress) -> list[dict[str, Any]]:
+    """The best layouts by the full plan: of each idea the fastest that fits."""
+    if not result.found:
         return []
+    from threed.prediction.advise import measure  # imports torch, for temporaries
+    from threed.prediction.transient import Transient
 
-    def _ends_s(self, layout: Layout, alike: ShortPlans) -> float:
-        """How much longer than a free step one is, at least, for its start and its end."""
-        return self.bounds.ends_s(layout) + alike.reduced_s(self.bounds.reductions(layout))
-
-    def _time(self, layout: Layout, alike: ShortPlans, bound_s: float) -> None:
-        """Time a layout, if it may be of use. `alike`: of one that computes the same. `bound_s`: its step is
-        not shorter."""
-        limit = self._limit_of(layout)
+    rows, transient, tries, done = [], Transient(), Counter[object](), set[object]()
+    for found in result.found:
+        idea = found.layout.idea
+        if idea in done or tries[idea] == TRIES:
+            continue
+        tries[idea] += 1
+        config = asked.config(found.layout)
+        config.train.eval_every = config.checkpoint.every = 0  # a step has no part in them
+        progress(f"plan {len(rows) + 1}: {found.layout.text()}")
         try:
-            if bound_s <= limit:
-                short = ShortPlans(config_of(layout, self.base), self.hardware)
-                bound_s = short.step_s(alike, limit, self.bounds.microbatch_s(layout),
-                                       self._ends_s(layout, alike))
-            if bound_s > limit:
-                self.result.dropped[SLOWER] += 1
-            else:
-                self._found(layout, bound_s)
-        except ThreedError as error:
-            self._refuse(1, error)
-
-    def _found(self, layout: Layout, step_s: float) -> None:
-        size = self.memory_filter.bytes(layout)
-        self.result.found.append(Found(layout, step_s, size))
-        if size < _SURE * self.memory:
-            self._sure[layout.idea] = min(step_s, self._sure.get(layout.idea, math.inf))
-        insort(self._times[layout.idea], step_s)
-        best = heapq.nsmallest(self.keep, (times[0] for times in self._times.values() if times))
-        self._limit = _NEAR * (best[-1] if len(best) == self.keep else _FAR * best[0])
-
-    def _refuse(self, count: int, error: ThreedError) -> None:
-        self.result.dropped[REFUSED] += count
-        self.result.examples.setdefault(REFUSED, str(error))
+            measured = measure(checked(config), machine, transient)
+        except ThreedError:
+            measured = {"peak_bytes": limit + 1}
+        if measured["peak_bytes"] > limit:
+            result.dropped[_BY_PLAN] += 1
+            continue
+        done.add(idea)
+        rows.append(_row(asked, machine, found, measured))
+        if len(rows) == _PLANNED:
+            break
+    return sorted(rows, key=lambda row: row["step_s"])
 
 
-def helps(base: Config, hardware: Hardware, layout: Layout, plans: ShortPlans) -> dict[str, float]:
-    """By how much a step would be shorter (as a share, a sequence) with something else, the most first: what
-    would help. `plans`: of the layout."""
-    values = {"a global batch twice as large": plans.would_take_s(times=2) / 2}
-    if layout.tp > 1 or layout.dp > 1 or layout.pp > 1:
-        values["adapters twice as fast"] = plans.would_take_s(
-            hardware=replace(hardware, adapter_gbps=2 * hardware.adapter_gbps))
-        values["links in a node twice as fast"] = plans.would_take_s(
-            hardware=replace(hardware, node_gbps=2 * hardware.node_gbps))
-    dtype = base.precision.dtype
-    if layout.dp > 1 and (layout.reduce_dtype or base.precision.reduce_dtype) == "fp32" != dtype:
-        values[f"precision.reduce_dtype={dtype} (rounds)"] = plans.would_take_s(
-            change=partial(_reduced_in, BYTES[dtype]))
-    if layout.policy != "none":
-        values["memory for no recomputation"] = plans.would_take_s(free=(Op.RECOMPUTE,), change=_never_again)
-    if layout.offload_optimizer:
-        values["memory for the optimizer"] = plans.would_take_s(
-            free=(Op.OFFLOAD, Op.FETCH), change=_state_on_device)
-    now_s = plans.would_take_s()
-    gains = {words: 1 - seconds / now_s for words, seconds in values.items()}
-    return {words: gain for words, gain in sorted(gains.items(), key=lambda item: -item[1]) if gain > 0.005}
+def _row(asked: Question, machine: Hardware, found: Found, measured: dict[str, Any]) -> dict[str, Any]:
+    layout, base = found.layout, asked.base
+    plans = ShortPlans(asked.config(layout), machine)
+    parts = plans.parts()
+    step_s, ranks = measured["step_s"], layout.tp * layout.pp * layout.dp
+    peak = machine.peak(BYTES[base.precision.dtype])
+    waits = parts.bubble * parts.step_s - parts.dp_s - parts.offload_s
+    lost = {"bubble": max(0.0, waits), "recomputation": parts.again_s, "collectives over tp": parts.tp_s,
+            "traffic over dp": parts.dp_s, "offload": parts.offload_s}
+    most = max(lost, key=lambda name: lost[name])
+    return {"layout": layout.text(), "step_s": step_s, "fast_s": parts.step_s,
+            "tokens_per_s": base.tokens_per_step / step_s,
+            "mfu": model_flops(base.model, base.train.global_batch_size) / step_s / ranks / peak,
+            "peak_bytes": measured["peak_bytes"], "bubble": parts.bubble,
+            "exposed_s": parts.tp_s + parts.dp_s, "lost_s": lost,
+            "bottleneck": most if lost[most] > 0.03 * step_s else "computation",
+            "helps": helps(base, machine, layout, plans), "changes": asked.values_of(layout)}
 
 
-def _reduced_in(size: int, table: Table) -> Table:
-    """With gradients that are sent in elements of so many bytes."""
-    return replace(table, parameters={p: replace(unit, reductions=tuple(
-        step._replace(bytes=size) if step.staged else step for step in unit.reductions))
-        for p, unit in table.parameters.items()})
+def _nothing(result: SearchResult, devices: int, limit: int, room: int) -> str:
+    """Why no layout can run, and what is nearest."""
+    counts = "; ".join(f"{count} {reason}" + (f" ({result.examples[reason]})" if reason in result.examples
+                                              else "")
+                       for reason, count in result.dropped.most_common())
+    if result.nearest is None:
+        return f"no layout of {many(devices, 'device')} can run: {counts or 'tp x pp x dp is another number'}"
+    size, layout = result.nearest
+    fits = f"no layout of {many(devices, 'device')} fits into {show_bytes(limit)} of {show_bytes(room)}"
+    if result.dropped[NO_MEMORY] and not result.found:
+        fits += f": the nearest, {layout.text()}, needs {show_bytes(size)}"
+    return f"{fits}. Dropped: {counts}. Take more devices, or fix fewer keys"
 
 
-def _never_again(table: Table) -> Table:
-    """With pieces of units that are not computed again."""
-    return replace(table, units=tuple(replace(unit, again=()) for unit in table.units))
+def write_best(values: dict[str, Any], file: Path) -> None:
+    """Write the config of the fastest layout."""
+    best = values["layouts"][0]
+    write(file, best["changes"],
+          f"The fastest of {many(values['considered'], 'layout')} of {values['config']} on "
+          f"{many(values['devices'], 'device')},\nby threed search: {best['layout']}\n"
+          f"{show_seconds(best['step_s'])} a step, {show_bytes(best['peak_bytes'])} on {values['hardware']}")
 
 
-def _state_on_device(table: Table) -> Table:
-    return replace(table, parameters={p: replace(unit, state_home=Tier.DEVICE)
-                                      for p, unit in table.parameters.items()})
+def show(values: dict[str, Any], top: int = 10, columns: int | None = None) -> str:
+    """The document as a table of its `top` layouts. `columns`: of a terminal, if it is to fit."""
+    rows = values["layouts"][:top]
+    fixed = ", ".join(f"{name}={value}" for name, value in values["fixed"].items())
+    lines = [wrapped(f"{values['config']} on {values['devices']} x {values['hardware']}, "
+                     f"{show_bytes(values['usable_bytes'])} of {show_bytes(values['memory_bytes'])} each"
+                     + (f"; fixed: {fixed}" if fixed else ""), columns),
+             f"{many(values['considered'], 'layout')} in {values['seconds']:.1f} s, {values['timed']} timed, "
+             f"{many(len(values['layouts']), 'idea')} planned in full in {values['planned_seconds']:.1f} s"]
+    lines += ["gradients sent in 16 bits are rounded: they change a run's numbers"] * values["rounding"]
+    lines += [f"{count:8d} dropped: {reason}" for reason, count in values["dropped"].items()]
+    lines += ["", "".join(text.rjust(11) for text in ("step", "tokens/s", "MFU", "memory", "bubble",
+                                                      "exposed")) + "  layout"]
+    for row in rows:
+        cells = (_show_step(row["step_s"]), show_count(row["tokens_per_s"]), f"{row['mfu']:.1%}",
+                 show_bytes(row["peak_bytes"]), f"{row['bubble']:.1%}", show_seconds(row["exposed_s"]))
+        help_ = ", ".join(f"{words} -{gain:.0%}" for words, gain in [*row["helps"].items()][:2])
+        numbers = "".join(cell.rjust(11) for cell in cells)
+        texts = (row["layout"], f"{row['bottleneck']}; would help: "
+                                f"{help_ or 'nothing that is tried'}")
+        if columns is None or len(numbers) + 2 + max(map(len, texts)) <= columns:
+            lines += [f"{numbers}  {texts[0]}", f"{'':{len(numbers)}}  {texts[1]}"]
+        else:
+            lines += [numbers, *(wrapped(f"    {text}", columns, " " * 6) for text in texts)]
+    return "\n".join(lines)
+
+
+def _show_step(step_s: float) -> str:
+    """With digits that tell layouts apart."""
+    return f"{step_s:.4g} s" if step_s >= 1 else show_seconds(step_s)
+
+

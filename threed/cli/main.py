@@ -178,14 +178,14 @@ def search(context: typer.Context, config: of.ConfigPath, devices: of.Many,
            as_json: of.Json = False) -> None:
     """Search mesh, schedule, micro-batch, ZeRO, recomputation, sequence parallelism, offload and tiles for
     the shortest step. What overrides say of them stays fixed; the file's own layout is left out."""
-    from threed.layout_search import verb
+    from threed.layout_search import search as searching
 
-    values = verb.search(config, devices, overrides, hardware, memory, _progress, rounding)
+    values = searching.search(config, devices, overrides, hardware, memory, _progress, rounding)
     if write is not None:
-        verb.write_best(values, write)
+        searching.write_best(values, write)
     if is_given(context, "top"):
         values["layouts"] = values["layouts"][:top]
-    _print(values, lambda found: verb.show(found, top, terminal()), as_json)
+    _print(values, lambda found: searching.show(found, top, terminal()), as_json)
 
 
 @app.command(short_help="measure this machine, and write a file for predict --hardware")

@@ -11,14 +11,14 @@ import threed
 from tests.layouts import compared, full_s, short_s
 from threed.base.errors import ConfigError, InputError
 from threed.cli.main import app
+from threed.layout_search.best_first import Search, helps
 from threed.layout_search.bounds import Bounds
 from threed.layout_search.layout import KEYS, Layout, changes, config_of
 from threed.layout_search.memory_filter import MemoryFilter
 from threed.layout_search.request import ask
-from threed.layout_search.best_first import Search, helps
+from threed.layout_search.search import show
 from threed.layout_search.short_plan import ShortPlans, few
 from threed.layout_search.space import NEEDLESS, NO_BATCH, NO_MEMORY, NO_SHAPE, SLOWER
-from threed.layout_search.search import show
 from threed.prediction.hardware import Hardware
 from threed.schedules.orders import SCHEDULES
 

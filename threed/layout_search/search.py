@@ -13,8 +13,8 @@ from threed.base.quantity import BYTES, many, parse_memory, show_bytes, show_cou
 from threed.base.remember import remembering
 from threed.base.texttable import wrapped
 from threed.config.load import checked
-from threed.layout_search.request import Question, ask, write
 from threed.layout_search.best_first import TRIES, Found, Search, SearchResult, helps
+from threed.layout_search.request import Question, ask, write
 from threed.layout_search.short_plan import ShortPlans
 from threed.layout_search.space import NO_MEMORY
 from threed.models.model import model_flops

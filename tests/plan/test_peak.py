@@ -12,7 +12,7 @@ from threed.base.quantity import show_bytes
 from threed.cli import main as cli
 from threed.cli.runs import _fits
 from threed.html_report import report as pages
-from threed.layout_search import verb as searching
+from threed.layout_search import search as searching
 from threed.planner import analyse
 from threed.prediction.advise import measure
 from threed.prediction.hardware import Hardware

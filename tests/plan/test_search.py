@@ -19,7 +19,10 @@ from threed.layout_search.request import ask
 from threed.layout_search.search import show
 from threed.layout_search.short_plan import ShortPlans, few
 from threed.layout_search.space import NEEDLESS, NO_BATCH, NO_MEMORY, NO_SHAPE, SLOWER
+from threed.planner import make_plan
+from threed.prediction.analytic import cost
 from threed.prediction.hardware import Hardware
+from threed.program.instruction import Op
 from threed.schedules.orders import SCHEDULES
 
 TOY = "configs/toy.yaml"
@@ -73,6 +76,23 @@ def test_bound():
         assert bounds.step_s(row.layout) + ends_s <= row.full_s
         ends_s += short.reduced_s(bounds.reductions(row.layout))
         assert short.free_step().step_s + ends_s <= row.full_s * 1.001, row
+
+
+@pytest.mark.parametrize("name, virtual", [("1f1b", 1), ("interleaved", 3), ("zb-v", 2), ("zb-h1", 1)])
+@pytest.mark.parametrize("residency", [1, "stage"])
+@pytest.mark.parametrize("model", ["llama3-8b", "gpt2-small"])  # untied, and tied
+def test_what_the_window_gathers(model, residency, name, virtual):
+    """The bound counts the gathers of the plan, at both ends of the pipeline."""
+    base = threed.load(f"configs/{model}.yaml", ["model.layers=10", "train.global_batch_size=64", *QUIET])
+    layout = Layout(1, 3, 2, schedule=name, virtual_stages=virtual, stage=3, shard_size=2,
+                    residency=residency, reduce_every="step")
+    bounds, plan = Bounds(base, H100), make_plan(config_of(layout, base))
+    price = cost(plan, H100)
+    for position in (0, 2):
+        sent_s = sum(price(position, item) for item in plan.programs["train"][position]
+                     if item.op == Op.GATHER)
+        each_s, more_s = bounds._sent(layout)[position]
+        assert bounds.microbatches(layout) * each_s + more_s == pytest.approx(sent_s, rel=0.001)
 
 
 # ---------------------------------------------------------------- what stays fixed

@@ -194,9 +194,6 @@ def gathers(name: str, p: int, m: int, v: int, residency: int | str | None,
     """By position, what is gathered for a micro-batch of a steady state, and for a step's start and end
     besides: at three positions, since others are alike. `cut`: of each compute unit, what it has gathered.
     `stages`: as Bounds._stages."""
-    size = residency if isinstance(residency, int) else max(
-        len({held for unit in range(*units) for held in cut[unit]}) for _, units in stages)
-
     def count(microbatches: int) -> list[Counter[int]]:
         result = [Counter[int]() for _ in range(p)]
         orders = SCHEDULES[name].make(p, microbatches, v)
@@ -205,6 +202,9 @@ def gathers(name: str, p: int, m: int, v: int, residency: int | str | None,
             used = [cut[unit] for task in tasks if task.kind != "W"
                     for unit in range(*stages[task.stage][1])[::1 if task.kind == "F" else -1] if cut[unit]]
             before = defaultdict[int, list[int]](list)
+            size = residency if isinstance(residency, int) else max(
+                len({held for unit in range(*units) for held in cut[unit]})
+                for where, units in stages if where == position)
             window([(use, [*held]) for use, held in enumerate(used)], size, 1, before, defaultdict(list))
             result[position].update(held for some in before.values() for held in some)
         return result

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from threed.base.errors import ThreedError
 from threed.config.validate import validate
+from threed.layout_search.best_first import Search, SearchResult
 from threed.layout_search.bounds import Bounds
 from threed.layout_search.layout import Layout, config_of
 from threed.layout_search.memory_filter import MemoryFilter
+from threed.layout_search.request import Question, ask
 from threed.layout_search.short_plan import ShortPlans
 from threed.planner import make_plan
 from threed.prediction.analytic import cost
@@ -24,6 +26,10 @@ from threed.schema import Config
 
 if TYPE_CHECKING:
     from threed.prediction.transient import Transient
+
+TOY = "configs/toy.yaml"
+H100 = Hardware.parse("h100-sxm")
+QUIET = ["train.eval_every=0", "checkpoint.every=0"]
 
 
 class Compared(NamedTuple):
@@ -40,8 +46,7 @@ class Compared(NamedTuple):
 
 def short_s(config: Config, hardware: Hardware) -> float:
     """A step by short plans."""
-    short = ShortPlans(config, hardware)
-    return short.step_s()
+    return ShortPlans(config, hardware).step_s()
 
 
 def full_s(config: Config, hardware: Hardware) -> float:
@@ -97,3 +102,10 @@ def _held(plan: Plan, transient: Transient | None) -> list[int]:
 
     held = transient.of(plan)
     return [row.fixed_bytes + peak_bytes(analysis, position, held) for position, row in enumerate(rows)]
+
+
+def searched(devices: int, *overrides: str, memory: float = 80e9,
+             rounding: bool = False) -> tuple[Question, SearchResult]:
+    """What is asked, and what a search finds for the toy on H100s."""
+    asked = ask(TOY, ["run.device=auto", *overrides], rounding)
+    return asked, Search(asked.base, H100, int(memory), rounding=rounding).run(devices, asked.fixed)

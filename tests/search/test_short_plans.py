@@ -5,11 +5,9 @@ from __future__ import annotations
 import pytest
 
 import threed
-from tests.layouts import compared, full_s, short_s
+from tests.layouts import QUIET, compared, full_s, short_s
 from threed.layout_search.layout import Layout, config_of
 from threed.prediction.hardware import Hardware
-
-QUIET = ["train.eval_every=0", "checkpoint.every=0"]
 
 
 @pytest.mark.parametrize("hardware", ["h100-sxm", "a100-sxm,adapter_gbps=25"])  # computation, and traffic

@@ -1,0 +1,122 @@
+"""`threed search`: whole searches, and bounds, that take more than a second or two."""
+
+from __future__ import annotations
+
+import pytest
+
+import threed
+from tests.layouts import H100, QUIET, full_s, searched, short_s
+from threed.layout_search.best_first import Search
+from threed.layout_search.bounds import Bounds
+from threed.layout_search.layout import Layout, config_of
+from threed.layout_search.request import ask
+from threed.layout_search.space import NO_MEMORY
+from threed.planner import make_plan
+from threed.prediction.analytic import cost
+from threed.program.instruction import Op
+from threed.schedules.orders import SCHEDULES
+
+
+@pytest.mark.parametrize("name, virtual", [("1f1b", 1), ("interleaved", 3), ("zb-v", 2), ("zb-h1", 1)])
+@pytest.mark.parametrize("residency", [1, "stage"])
+@pytest.mark.parametrize("model", ["llama3-8b", "gpt2-small"])  # untied, and tied
+def test_what_the_window_gathers(model, residency, name, virtual):
+    """The bound counts the gathers of the plan, at both ends of the pipeline."""
+    base = threed.load(f"configs/{model}.yaml", ["model.layers=10", "train.global_batch_size=64", *QUIET])
+    layout = Layout(1, 3, 2, schedule=name, virtual_stages=virtual, stage=3, shard_size=2,
+                    residency=residency, reduce_every="step")
+    bounds, plan = Bounds(base, H100), make_plan(config_of(layout, base))
+    price = cost(plan, H100)
+    for position in (0, 2):
+        sent_s = sum(price(position, item) for item in plan.programs["train"][position]
+                     if item.op == Op.GATHER)
+        each_s, more_s = bounds._sent(layout)[position]
+        assert bounds.microbatches(layout) * each_s + more_s == pytest.approx(sent_s, rel=0.001)
+
+
+def test_nothing_better_is_dropped():
+    """The best of a small space is what all of its layouts, timed one by one, say."""
+    asked, result = searched(4, "parallel.tp=1", "zero.stage=1", "train.global_batch_size=16")
+    best = result.found[0].step_s
+    for pp in (1, 2, 4):
+        for size in (1, 2, 4):
+            for name in ("1f1b", "zb-v", "zb-h2", "gpipe"):
+                layout = Layout(1, pp, 4 // pp, schedule=name if pp > 1 else "1f1b", micro_batch_size=size,
+                                virtual_stages=SCHEDULES[name].virtual if pp > 1 else 1,  # type: ignore
+                                shard_size=4 // pp)
+                assert short_s(asked.config(layout), H100) >= best * 0.999, layout
+
+
+def test_less_memory():
+    """Less memory: other layouts, never faster ones; too little: none, and what is nearest."""
+    large = ("model.layers=24", "model.hidden=2048", "model.heads=16", "train.micro_batch_size=2",
+             "parallel.axis_order=pp-dp-tp", "parallel.tp=1")
+    roomy, tight = (searched(8, *large, memory=size)[1] for size in (80e9, 8e9))
+    assert tight.found and tight.dropped[NO_MEMORY] > roomy.dropped[NO_MEMORY]
+    assert tight.found[0].step_s >= roomy.found[0].step_s
+    assert max(found.bytes for found in tight.found) <= 8e9
+    none = searched(8, *large, memory=2.2e9)[1]
+    assert not none.found and none.nearest is not None and none.nearest[0] > 2.2e9
+
+
+def test_rounding():
+    """Gradients are sent in 16 bits by consent alone: the same search without it never does."""
+    bf16 = ("model.layers=4", "precision.dtype=bf16")
+    asked, result = searched(4, *bf16, rounding=True)
+    best = {found.layout.reduce_dtype: found for found in reversed(result.found) if found.layout.dp > 1}
+    assert {*best} == {"fp32", "bf16"} and best["bf16"].layout.idea != best["fp32"].layout.idea
+    assert asked.values_of(best["bf16"].layout)["precision.reduce_dtype"] == "bf16"
+    assert asked.values_of(best["fp32"].layout).get("precision.reduce_dtype", "fp32") == "fp32"
+    assert "gradients sent in bf16" in best["bf16"].layout.text()
+    same = best["fp32"].layout._replace(reduce_dtype="bf16")
+    assert short_s(asked.config(same), H100) < best["fp32"].step_s
+    asked, result = searched(4, *bf16)
+    assert {asked.config(found.layout).precision.reduce_dtype for found in result.found} == {"fp32"}
+    asked, result = searched(4, *bf16, "precision.reduce_dtype=bf16")
+    assert {asked.config(found.layout).precision.reduce_dtype for found in result.found} == {"bf16"}
+
+
+# ---------------------------------------------------------------- what only some layouts use
+
+
+@pytest.mark.parametrize("keys", [
+    ["model.lora_rank=4"],
+    ["zero.persist_below=3000"],
+    ["activation.budget=40MiB"],
+    ["activation.partition=true"],
+    ["activation.contiguous=true"],
+    ["offload.ratio=0.5"],
+    ["offload.parameters=cpu"],
+    ["offload.delayed_update=true", "offload.warmup=2"],
+    ["offload.optimizer=nvme", "offload.nvme_path=disk"],
+    ["parallel.activation_limit=64MiB"],
+    ["parallel.stage_units=[4,2]", "parallel.pp=2", "parallel.schedule=1f1b"],
+    ["parallel.schedule=v-half", "activation.offload=cpu", "activation.partition=true"]],
+                         ids=lambda keys: keys[0])
+def test_other_keys(keys):
+    """Each is in the layouts that are searched, whose times are those of the full plan."""
+    small = ("model.layers=4", "train.global_batch_size=32", "train.micro_batch_size=1")
+    asked, result = searched(4, *small, *keys)
+    assert result.found
+    wanted = dict(text.split("=", 1) for text in keys)
+    for found in result.found[:5]:
+        config = asked.config(found.layout)
+        assert not threed.config.load.validate(config), found.layout
+        written = threed.config.load.of_values(asked.values_of(found.layout), "")
+        for key, value in wanted.items():
+            section, name = key.split(".")
+            for each in (config, written):
+                assert str(each.to_dict()[section][name]).lower().replace(" ", "") == value.lower(), key
+        config.train.eval_every = config.checkpoint.every = 0
+        assert found.step_s == pytest.approx(full_s(config, H100), rel=0.02), found.layout
+
+
+def test_own_layers():
+    """Of a user: their sizes are measured as for a plan."""
+    asked = ask("examples/vit.yaml")
+    result = Search(asked.base, H100, int(80e9)).run(4, asked.fixed)
+    assert {found.layout.pp for found in result.found} > {1}
+    for found in result.found[:5]:
+        config = asked.config(found.layout)
+        config.train.eval_every = config.checkpoint.every = 0
+        assert found.step_s == pytest.approx(full_s(config, H100), rel=0.02), found.layout

@@ -205,11 +205,12 @@ ALL, SECOND = set(range(16)), {4, 5, 6, 7, 12, 13, 14, 15}
 def test_processors_beside_a_gpu(sysfs):
     """On another socket, copies to pinned memory take twice the time."""
     root = sysfs({})
-    assert gpu.beside(BUS, ALL, root) == SECOND
-    assert gpu.beside(BUS, {0, 1, 4, 5}, root) is None, "somebody has bound it"
-    assert gpu.beside("0000:99:00.0", ALL, root) is None and gpu.beside("", ALL, root) is None
-    assert gpu.beside(BUS, ALL, sysfs({f"bus/pci/devices/{BUS}/numa_node": "-1"})) is None, "a small machine"
-    assert gpu.beside(BUS, ALL, root / "nothing") is None
+    assert gpu.near_cpus(BUS, ALL, root) == SECOND
+    assert gpu.near_cpus(BUS, {0, 1, 4, 5}, root) is None, "somebody has bound it"
+    assert gpu.near_cpus("0000:99:00.0", ALL, root) is None and gpu.near_cpus("", ALL, root) is None
+    small = sysfs({f"bus/pci/devices/{BUS}/numa_node": "-1"})
+    assert gpu.near_cpus(BUS, ALL, small) is None, "a small machine"
+    assert gpu.near_cpus(BUS, ALL, root / "nothing") is None
 
 
 @pytest.mark.parametrize("groups, file", [
@@ -219,9 +220,9 @@ def test_processors_beside_a_gpu(sysfs):
 def test_processors_of_a_job(sysfs, groups, file):
     """Slurm and containers give a part of a machine, which binds nobody."""
     root = sysfs({"groups": groups, file: "2-5"})
-    assert gpu.beside(BUS, {2, 3, 4, 5}, root) == {4, 5}
-    assert gpu.beside(BUS, {3, 4}, root) is None
-    assert gpu.beside(BUS, {4, 5}, sysfs({file: "4-5"})) is None, "all of them are there already"
+    assert gpu.near_cpus(BUS, {2, 3, 4, 5}, root) == {4, 5}
+    assert gpu.near_cpus(BUS, {3, 4}, root) is None
+    assert gpu.near_cpus(BUS, {4, 5}, sysfs({file: "4-5"})) is None, "all of them are there already"
 
 
 def test_a_rank_stays_beside_its_gpu(sysfs, monkeypatch):

@@ -17,7 +17,7 @@ from threed.layout_search.layout import KEYS, Layout, changes, config_of
 from threed.layout_search.memory_filter import MemoryFilter
 from threed.layout_search.request import ask
 from threed.layout_search.search import show
-from threed.layout_search.short_plan import ShortPlans, few
+from threed.layout_search.short_plan import ShortPlans, steady_count
 from threed.layout_search.space import NEEDLESS, NO_BATCH, NO_SHAPE, SLOWER
 from threed.prediction.hardware import Hardware
 from threed.schedules.orders import SCHEDULES
@@ -41,7 +41,7 @@ def test_many_microbatches(name, often):
     base = threed.load("configs/llama3-8b.yaml", ["model.layers=10", "train.global_batch_size=46", *QUIET])
     layout = Layout(4, 3, 2, schedule=name, virtual_stages=SCHEDULES[name].virtual or 2, shard_size=2,
                     stage=2 if often else 1, reduce_every=1 if often else None, policy="full")
-    assert few(name, 3, 23) < 23
+    assert steady_count(name, 3, 23) < 23
     config = config_of(layout, base)
     assert short_s(config, H100) == pytest.approx(full_s(config, H100), rel=0.01)
 
@@ -80,9 +80,9 @@ def test_bound():
 def test_fixed(fixed):
     """A key on the command line that the search changes would not be what the user asked for."""
     asked, result = searched(4, "model.layers=4", *fixed)
-    assert result.found
+    assert result.timed
     wanted = dict(text.split("=") for text in fixed)
-    for found in result.found[:30]:
+    for found in result.timed[:30]:
         values = asked.config(found.layout).to_dict()
         for key, value in wanted.items():
             section, name = key.split(".")
@@ -94,7 +94,7 @@ def test_model_and_batch_stay():
     """Everything but the layout is the config's; each layout has all devices."""
     asked, result = searched(4, "model.layers=6", "train.global_batch_size=64", "precision.dtype=bf16")
     keys = {*KEYS.values()}
-    for found in result.found[:30]:
+    for found in result.timed[:30]:
         layout, config = found.layout, asked.config(found.layout)
         assert layout.tp * layout.pp * layout.dp == 4 and not threed.config.load.validate(config)
         assert {*changes(config, asked.base)} <= keys
@@ -110,9 +110,9 @@ def test_files_layout_is_free():
 def test_every_layout_is_counted():
     """Layouts that vanish make the counts a lie."""
     _, result = searched(4, "model.layers=4")
-    assert result.considered == len(result.found) + result.dropped.total() > 5000
+    assert result.considered == len(result.timed) + result.dropped.total() > 5000
     assert result.dropped[NEEDLESS] and result.dropped[SLOWER] and result.dropped[NO_BATCH]
-    steps = [found.step_s for found in result.found]
+    steps = [found.step_s for found in result.timed]
     assert all(then > step * 0.999 for step, then in zip(steps, steps[1:]))
 
 
@@ -132,21 +132,21 @@ def test_tiles():
     assert many_bytes < few_bytes < 0.7 * whole
     for memory, wanted in ((1.1 * whole, {None}), (0.99 * whole, {some}), (0.99 * few_bytes, {many})):
         asked, result = searched(8, *large, memory=memory)
-        assert {found.layout.tile_linears for found in result.found} == wanted, memory
-        best = asked.config(result.found[0].layout)
+        assert {found.layout.tile_linears for found in result.timed} == wanted, memory
+        best = asked.config(result.timed[0].layout)
         assert not threed.config.load.validate(best) and best.model.tile_linears in wanted
     asked, result = searched(8, *large, "model.tile_linears=null", memory=0.99 * whole)
-    assert not result.found and result.nearest is not None
+    assert not result.timed and result.nearest is not None
 
 
 def test_what_would_help():
     """Faster adapters help where nodes talk; memory where something is computed again."""
     base = threed.load("configs/llama3-8b.yaml", ["model.layers=8", "train.global_batch_size=64", *QUIET])
     search = Search(base, H100, int(80e9))
-    found = search.run(16, {"dp": 16, "policy": "full", "micro_batch_size": 1}).found[0]
+    found = search.run(16, {"dp": 16, "policy": "full", "micro_batch_size": 1}).timed[0]
     gains = helps(base, H100, found.layout, ShortPlans(config_of(found.layout, base), H100))
     slow = Hardware.parse("h100-sxm,adapter_gbps=5")
-    layout = Search(base, slow, int(80e9)).run(16, {"dp": 16}).found[0].layout
+    layout = Search(base, slow, int(80e9)).run(16, {"dp": 16}).timed[0].layout
     assert helps(base, slow, layout, ShortPlans(config_of(layout, base), slow))[
         "precision.reduce_dtype=bf16 (rounds)"] > 0.1
     assert gains["memory for no recomputation"] > 0.15 and all(0 < gain < 1 for gain in gains.values())
@@ -221,6 +221,6 @@ def test_a_file_that_cannot_be_written(tmp_path):
 def test_every_device_alone():
     """One device has no mesh to search, and still a micro-batch."""
     asked, result = searched(1)
-    assert result.found and {found.layout.tp * found.layout.pp for found in result.found} == {1}
-    assert config_of(result.found[0].layout, asked.base).world_size == 1
+    assert result.timed and {found.layout.tp * found.layout.pp for found in result.timed} == {1}
+    assert config_of(result.timed[0].layout, asked.base).world_size == 1
     assert NO_SHAPE not in result.dropped

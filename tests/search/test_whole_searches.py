@@ -37,7 +37,7 @@ def test_what_the_window_gathers(model, residency, name, virtual):
 def test_nothing_better_is_dropped():
     """The best of a small space is what all of its layouts, timed one by one, say."""
     asked, result = searched(4, "parallel.tp=1", "zero.stage=1", "train.global_batch_size=16")
-    best = result.found[0].step_s
+    best = result.timed[0].step_s
     for pp in (1, 2, 4):
         for size in (1, 2, 4):
             for name in ("1f1b", "zb-v", "zb-h2", "gpipe"):
@@ -52,18 +52,18 @@ def test_less_memory():
     large = ("model.layers=24", "model.hidden=2048", "model.heads=16", "train.micro_batch_size=2",
              "parallel.axis_order=pp-dp-tp", "parallel.tp=1")
     roomy, tight = (searched(8, *large, memory=size)[1] for size in (80e9, 8e9))
-    assert tight.found and tight.dropped[NO_MEMORY] > roomy.dropped[NO_MEMORY]
-    assert tight.found[0].step_s >= roomy.found[0].step_s
-    assert max(found.bytes for found in tight.found) <= 8e9
+    assert tight.timed and tight.dropped[NO_MEMORY] > roomy.dropped[NO_MEMORY]
+    assert tight.timed[0].step_s >= roomy.timed[0].step_s
+    assert max(found.bytes for found in tight.timed) <= 8e9
     none = searched(8, *large, memory=2.2e9)[1]
-    assert not none.found and none.nearest is not None and none.nearest[0] > 2.2e9
+    assert not none.timed and none.nearest is not None and none.nearest[0] > 2.2e9
 
 
 def test_rounding():
     """Gradients are sent in 16 bits by consent alone: the same search without it never does."""
     bf16 = ("model.layers=4", "precision.dtype=bf16")
     asked, result = searched(4, *bf16, rounding=True)
-    best = {found.layout.reduce_dtype: found for found in reversed(result.found) if found.layout.dp > 1}
+    best = {found.layout.reduce_dtype: found for found in reversed(result.timed) if found.layout.dp > 1}
     assert {*best} == {"fp32", "bf16"} and best["bf16"].layout.idea != best["fp32"].layout.idea
     assert asked.values_of(best["bf16"].layout)["precision.reduce_dtype"] == "bf16"
     assert asked.values_of(best["fp32"].layout).get("precision.reduce_dtype", "fp32") == "fp32"
@@ -71,9 +71,9 @@ def test_rounding():
     same = best["fp32"].layout._replace(reduce_dtype="bf16")
     assert short_s(asked.config(same), H100) < best["fp32"].step_s
     asked, result = searched(4, *bf16)
-    assert {asked.config(found.layout).precision.reduce_dtype for found in result.found} == {"fp32"}
+    assert {asked.config(found.layout).precision.reduce_dtype for found in result.timed} == {"fp32"}
     asked, result = searched(4, *bf16, "precision.reduce_dtype=bf16")
-    assert {asked.config(found.layout).precision.reduce_dtype for found in result.found} == {"bf16"}
+    assert {asked.config(found.layout).precision.reduce_dtype for found in result.timed} == {"bf16"}
 
 
 # ---------------------------------------------------------------- what only some layouts use
@@ -97,9 +97,9 @@ def test_other_keys(keys):
     """Each is in the layouts that are searched, whose times are those of the full plan."""
     small = ("model.layers=4", "train.global_batch_size=32", "train.micro_batch_size=1")
     asked, result = searched(4, *small, *keys)
-    assert result.found
+    assert result.timed
     wanted = dict(text.split("=", 1) for text in keys)
-    for found in result.found[:5]:
+    for found in result.timed[:5]:
         config = asked.config(found.layout)
         assert not threed.config.load.validate(config), found.layout
         written = threed.config.load.of_values(asked.values_of(found.layout), "")
@@ -115,8 +115,8 @@ def test_own_layers():
     """Of a user: their sizes are measured as for a plan."""
     asked = ask("examples/vit.yaml")
     result = Search(asked.base, H100, int(80e9)).run(4, asked.fixed)
-    assert {found.layout.pp for found in result.found} > {1}
-    for found in result.found[:5]:
+    assert {found.layout.pp for found in result.timed} > {1}
+    for found in result.timed[:5]:
         config = asked.config(found.layout)
         config.train.eval_every = config.checkpoint.every = 0
         assert found.step_s == pytest.approx(full_s(config, H100), rel=0.02), found.layout

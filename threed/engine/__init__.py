@@ -1,4 +1,4 @@
-"""Engine: runs a plan on one rank, and notices hangs and dead ranks (`watch`, `heartbeat`).
+"""Engine: runs a plan on one rank; notices hangs (`watch`), and ranks and machines that died (`heartbeat`).
 
 It knows the handlers of features, and the plan. Begin with `engine`. An instruction waits for those whose
 results it uses, and for those that still use the memory into which it writes (`program/order` lists them).

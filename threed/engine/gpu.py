@@ -61,17 +61,17 @@ def stay_beside(device: torch.device, sysfs: Path = SYSFS) -> None:
     if not (bus := (gpu := device_of(device)).bus()):
         return
     allowed = os.sched_getaffinity(0)
-    cpus = beside(bus, allowed, sysfs)
+    cpus = near_cpus(bus, allowed, sysfs)
     if cpus is None:
         return
     for thread in map(int, os.listdir(THREADS)):  # a thread that starts later runs where its maker does
         os.sched_setaffinity(thread, cpus)
     if "OMP_NUM_THREADS" not in os.environ:
-        sharing = sum(beside(gpu.bus(each), allowed, sysfs) == cpus for each in range(gpu.count()))
+        sharing = sum(near_cpus(gpu.bus(each), allowed, sysfs) == cpus for each in range(gpu.count()))
         torch.set_num_threads(max(1, min(torch.get_num_threads(), len(cpus) // max(1, sharing))))
 
 
-def beside(bus: str, allowed: set[int], sysfs: Path = SYSFS) -> set[int] | None:
+def near_cpus(bus: str, allowed: set[int], sysfs: Path = SYSFS) -> set[int] | None:
     """Those of the `allowed` processors that are on the NUMA node of a GPU, which is given by its bus address
     such as 0000:3b:00.0; None where the process is to stay as it is."""
     nodes = {int(path.name.removeprefix("node")): numbers(_read(path / "cpulist"))

@@ -15,7 +15,7 @@ from threed.config.keys.megatron_values import ends
 from threed.config.values import get
 from threed.interop.converted import Converted, convert, inline, shown
 from threed.interop.deepspeed_file import read
-from threed.interop.deepspeed_option import beside
+from threed.interop.deepspeed_option import take_file
 from threed.interop.script import options
 from threed.models.model import num_parameters
 
@@ -44,7 +44,7 @@ def megatron(text: str, overrides: list[str], devices: int | None = None) -> Con
     notes = [*given.notes, *ends(given.found)]
     done = convert(MEGATRON, given.found, given.source, overrides, devices)
     if "deepspeed_config" in given.found:
-        beside(done, given, overrides)
+        take_file(done, given, overrides)
     done.finish().notes += notes
     if "model.vocab" not in done.values:
         done.notes.append("the options do not say how large the vocabulary is: model.vocab is the default")

@@ -22,7 +22,7 @@ _OF_FP16 = tuple(f"precision.{key}" for key in ("loss_scale", "initial_loss_scal
                                                 "loss_scale_window", "hysteresis"))
 
 
-def beside(done: Converted, given: CommandLine, overrides: list[str]) -> None:
+def take_file(done: Converted, given: CommandLine, overrides: list[str]) -> None:
     """Takes the keys of the file into `done`. InputError where the file is no config of DeepSpeed."""
     name, option = str(given.found[OPTION]), shown(done.framework, OPTION)
     done.dropped.pop(option, None)

@@ -42,7 +42,7 @@ TRIES = 3  # layouts of an idea that may turn out not to fit
 _FAR = 1.3  # while there are few ideas: times the best step
 
 
-class Found(NamedTuple):
+class Timed(NamedTuple):
     """A layout that fits, as far as is known without its plan."""
 
     layout: Layout
@@ -54,7 +54,7 @@ class Found(NamedTuple):
 class SearchResult:
     """What a search has found: layouts by step time, and how many it dropped for which reason."""
 
-    found: list[Found] = field(default_factory=list)
+    timed: list[Timed] = field(default_factory=list)
     dropped: Counter[str] = field(default_factory=Counter)
     examples: dict[str, str] = field(default_factory=dict)  # reason -> one in words
     considered: int = 0
@@ -127,7 +127,7 @@ class Search:
         result.examples.update(space.wrong)
         result.considered += space.dropped.total()
         # Of layouts that are as fast, the one that holds least.
-        result.found.sort(key=lambda each: (float(f"{each.step_s:.4g}"), each.bytes))
+        result.timed.sort(key=lambda each: (float(f"{each.step_s:.4g}"), each.bytes))
         result.seconds = time.monotonic() - begin
         return result
 
@@ -137,9 +137,9 @@ class Search:
                                                  every=space.fixed.get("every", 1)))
 
     def _words(self, done: int, total: int) -> str:
-        best = min((found.step_s for found in self.result.found), default=None)
+        best = min((timed.step_s for timed in self.result.timed), default=None)
         words = f", best step {best:.3g} s" if best is not None else ""
-        return (f"{done} of {total} shapes, {self.result.considered} layouts, {len(self.result.found)} "
+        return (f"{done} of {total} shapes, {self.result.considered} layouts, {len(self.result.timed)} "
                 f"timed{words}")
 
     def _fitting(self, variants: list[Variant], fitting: list[Variant]) -> list[Layout]:
@@ -206,13 +206,13 @@ class Search:
             if bound_s > limit:
                 self.result.dropped[SLOWER] += 1
             else:
-                self._found(layout, bound_s)
+                self._record(layout, bound_s)
         except ThreedError as error:
             self._refuse(1, error)
 
-    def _found(self, layout: Layout, step_s: float) -> None:
+    def _record(self, layout: Layout, step_s: float) -> None:
         size = self.memory_filter.bytes(layout)
-        self.result.found.append(Found(layout, step_s, size))
+        self.result.timed.append(Timed(layout, step_s, size))
         if size < _SURE * self.memory:
             self._sure[layout.idea] = min(step_s, self._sure.get(layout.idea, math.inf))
         insort(self._times[layout.idea], step_s)

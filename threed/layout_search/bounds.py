@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from threed.features.zero.plan import window
 from threed.layout_search.layout import Layout, config_of
-from threed.layout_search.short_plan import brief, few
+from threed.layout_search.short_plan import filling_count, steady_count
 from threed.layout_search.units import MicroBatchCut, Units
 from threed.prediction.analytic import cost
 from threed.prediction.hardware import Hardware
@@ -209,7 +209,7 @@ def gathers(name: str, p: int, m: int, v: int, residency: int | str | None,
             result[position].update(held for some in before.values() for held in some)
         return result
 
-    less, more = brief(name, p, m), few(name, p, m)
+    less, more = filling_count(name, p, m), steady_count(name, p, m)
     if less == more:
         return [({}, counts) for counts in count(more)]
     rows = []

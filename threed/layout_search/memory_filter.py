@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from threed.base.quantity import BYTES, parse_bytes
 from threed.layout_search.bounds import Bounds, place_of
 from threed.layout_search.layout import Layout, config_of
-from threed.layout_search.short_plan import FORWARDS_FIRST, few
+from threed.layout_search.short_plan import FORWARDS_FIRST, steady_count
 from threed.layout_search.units import UnitCost
 from threed.planner.facts import make_mesh
 from threed.prediction.peak import groups
@@ -136,7 +136,7 @@ class MemoryFilter:
         key = (self.bounds.cut(layout), layout.schedule, layout.pp, layout.virtual_stages, m,
                layout.offload_activations)
         if key not in self._known:
-            kept = held(layout.schedule, layout.pp, m, layout.virtual_stages)
+            kept = live(layout.schedule, layout.pp, m, layout.virtual_stages)
             self._known[key] = [self._kept_at(layout, position, kept[position])
                                 for position in range(layout.pp)]
         return self._known[key]
@@ -213,12 +213,12 @@ class Live(NamedTuple):
 
 
 @lru_cache(512)
-def held(name: str, p: int, m: int, v: int) -> tuple[tuple[Live, ...], ...]:
+def live(name: str, p: int, m: int, v: int) -> tuple[tuple[Live, ...], ...]:
     """By position: what it keeps at the times of most memory, none of which is below another."""
     if name in FORWARDS_FIRST:
         return tuple((Live((m,) * v, (0,) * v),) for _ in range(p))
     place, result = place_of(name, p, v), []
-    for position, tasks in enumerate(SCHEDULES[name].make(p, few(name, p, m), v)):
+    for position, tasks in enumerate(SCHEDULES[name].make(p, steady_count(name, p, m), v)):
         mine = (stage for stage, where in enumerate(place) if where == position)
         chunk = {stage: at for at, stage in enumerate(mine)}
         saved, operands, seen = [0] * v, [0] * v, set()
@@ -249,6 +249,6 @@ def at_once(name: str, p: int, m: int, v: int) -> bool:
         return False
     if name in FORWARDS_FIRST:
         return m == 1
-    tasks = SCHEDULES[name].make(p, few(name, p, m), v)[place_of(name, p, v)[-1]]
+    tasks = SCHEDULES[name].make(p, steady_count(name, p, m), v)[place_of(name, p, v)[-1]]
     index = next(at for at, task in enumerate(tasks) if task[:2] == ("F", p * v - 1))
     return index + 1 < len(tasks) and tasks[index + 1][1:] == (p * v - 1, tasks[index][2])

@@ -13,7 +13,7 @@ from threed.base.quantity import BYTES, many, parse_memory, show_bytes, show_cou
 from threed.base.remember import remembering
 from threed.base.texttable import wrapped
 from threed.config.load import checked
-from threed.layout_search.best_first import TRIES, Found, Search, SearchResult, helps
+from threed.layout_search.best_first import TRIES, Search, SearchResult, Timed, helps
 from threed.layout_search.request import Question, ask, write
 from threed.layout_search.short_plan import ShortPlans
 from threed.layout_search.space import NO_MEMORY
@@ -59,7 +59,7 @@ def search(path: str | Path, devices: int, overrides: list[str] | None = None, h
         raise InputError(_nothing(result, devices, limit, room))
     return {"config": str(path), "devices": devices, "hardware": machine.title, "memory_bytes": room,
             "usable_bytes": limit, "fixed": asked.fixed, "rounding": rounding,
-            "considered": result.considered, "timed": len(result.found), "seconds": result.seconds,
+            "considered": result.considered, "timed": len(result.timed), "seconds": result.seconds,
             "planned_seconds": time.monotonic() - begin, "dropped": dict(result.dropped.most_common()),
             "layouts": rows}
 
@@ -67,20 +67,20 @@ def search(path: str | Path, devices: int, overrides: list[str] | None = None, h
 def _planned(asked: Question, machine: Hardware, limit: int, result: SearchResult,
              progress: Progress) -> list[dict[str, Any]]:
     """The best layouts by the full plan: of each idea the fastest that fits."""
-    if not result.found:
+    if not result.timed:
         return []
     from threed.prediction.advise import measure  # imports torch, for temporaries
     from threed.prediction.transient import Transient
 
     rows, transient, tries, done = [], Transient(), Counter[object](), set[object]()
-    for found in result.found:
-        idea = found.layout.idea
+    for each in result.timed:
+        idea = each.layout.idea
         if idea in done or tries[idea] == TRIES:
             continue
         tries[idea] += 1
-        config = asked.config(found.layout)
+        config = asked.config(each.layout)
         config.train.eval_every = config.checkpoint.every = 0  # a step has no part in them
-        progress(f"plan {len(rows) + 1}: {found.layout.text()}")
+        progress(f"plan {len(rows) + 1}: {each.layout.text()}")
         try:
             measured = measure(checked(config), machine, transient)
         except ThreedError:
@@ -89,14 +89,14 @@ def _planned(asked: Question, machine: Hardware, limit: int, result: SearchResul
             result.dropped[_BY_PLAN] += 1
             continue
         done.add(idea)
-        rows.append(_row(asked, machine, found, measured))
+        rows.append(_row(asked, machine, each, measured))
         if len(rows) == _PLANNED:
             break
     return sorted(rows, key=lambda row: row["step_s"])
 
 
-def _row(asked: Question, machine: Hardware, found: Found, measured: dict[str, Any]) -> dict[str, Any]:
-    layout, base = found.layout, asked.base
+def _row(asked: Question, machine: Hardware, each: Timed, measured: dict[str, Any]) -> dict[str, Any]:
+    layout, base = each.layout, asked.base
     plans = ShortPlans(asked.config(layout), machine)
     parts = plans.parts()
     step_s, ranks = measured["step_s"], layout.tp * layout.pp * layout.dp
@@ -123,7 +123,7 @@ def _nothing(result: SearchResult, devices: int, limit: int, room: int) -> str:
         return f"no layout of {many(devices, 'device')} can run: {counts or 'tp x pp x dp is another number'}"
     size, layout = result.nearest
     fits = f"no layout of {many(devices, 'device')} fits into {show_bytes(limit)} of {show_bytes(room)}"
-    if result.dropped[NO_MEMORY] and not result.found:
+    if result.dropped[NO_MEMORY] and not result.timed:
         fits += f": the nearest, {layout.text()}, needs {show_bytes(size)}"
     return f"{fits}. Dropped: {counts}. Take more devices, or fix fewer keys"
 

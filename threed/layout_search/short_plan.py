@@ -41,13 +41,13 @@ FORWARDS_FIRST = ("gpipe", "breadth-first")  # orders with the forwards of all m
 _STEADY = 0.99  # of the pace: a steady state is not faster
 
 
-def few(name: str, p: int, m: int) -> int:
+def steady_count(name: str, p: int, m: int) -> int:
     """m, or where m is large a small number with a steady state that is congruent to it modulo p."""
     fewest = SCHEDULES[name].least(p) + 2 * p + 2
     return m if m <= fewest + p else fewest + (m - fewest) % p
 
 
-def brief(name: str, p: int, m: int) -> int:
+def filling_count(name: str, p: int, m: int) -> int:
     """The fewest that fill the pipeline, congruent to m modulo p."""
     fewest = SCHEDULES[name].least(p) + p
     return m if m <= fewest else fewest + (m - fewest) % p
@@ -141,7 +141,7 @@ class FreeStep(NamedTuple):
 
     step_s: float
     microbatch_s: float  # of one more micro-batch
-    brief_s: float  # of a step of as few micro-batches as have a start and an end
+    filling_s: float  # of a step of as few micro-batches as have a start and an end
 
 
 class StepParts(NamedTuple):
@@ -165,8 +165,9 @@ class ShortPlans:
         self.config, self.p, self.m = config, config.parallel.pp, config.num_microbatches
         # A limit of what is kept is about all micro-batches.
         whole = config.activation.policy == "budget" or config.parallel.activation_limit is not None
-        name, m = config.parallel.schedule, self.m
-        self._few, self._brief = (m, m) if whole else (few(name, self.p, m), brief(name, self.p, m))
+        about = config.parallel.schedule, self.p, self.m
+        self._steady, self._filling = (self.m, self.m) if whole else (
+            steady_count(*about), filling_count(*about))
         self._plans: dict[int, Analysis] = {}
         # (micro-batches, what is free) -> seconds of a step
         self._times: dict[tuple[int, tuple[Op, ...]], float] = {}
@@ -187,18 +188,18 @@ class ShortPlans:
                 made = self._plan(microbatches)
             walked = _walked(made, self.hardware, free)
             self._times[key] = walked.total_s
-            if free == _FREE and microbatches == self._brief:
+            if free == _FREE and microbatches == self._filling:
                 self._last = [*_last_backwards(made, walked.walk)]
         return self._times[key]
 
     def least_s(self, microbatch_s: float) -> float:
         """No step is shorter, where no more micro-batch takes less than `microbatch_s`. It takes one plan."""
-        return self._timed(self._brief, _FREE) + (self.m - self._brief) * microbatch_s
+        return self._timed(self._filling, _FREE) + (self.m - self._filling) * microbatch_s
 
     def reduced_s(self, reductions: Sequence[tuple[float, float]]) -> float:
         """How much longer than a free step one is, at least, that reduces gradients at its end. `reductions`:
         of each stage, as Bounds.reductions: they begin with the last backward, one behind the other."""
-        free_s, longest = self._timed(self._brief, _FREE), 0.0
+        free_s, longest = self._timed(self._filling, _FREE), 0.0
         for ends in self._last:
             sent = 0.0
             for begin, end, stage in sorted(ends):
@@ -210,16 +211,16 @@ class ShortPlans:
     def _pace_s(self, free: tuple[Op, ...], early: bool = False) -> float:
         """Seconds of one more micro-batch. `early`: from shorter plans, which may have no steady state yet:
         maybe less."""
-        if self._few == self.m:
+        if self._steady == self.m:
             return 0.0
-        less, more = (self._brief, self._few) if early else (self._few, self._few + 2 * self.p)
+        less, more = (self._filling, self._steady) if early else (self._steady, self._steady + 2 * self.p)
         return (self._timed(more, free) - self._timed(less, free)) / (more - less)
 
     def free_step(self, early: bool = False) -> FreeStep:
         """`early`: maybe less; it takes shorter plans."""
         microbatch_s = self._pace_s(_FREE, early)
-        return FreeStep(self._timed(self._few, _FREE) + (self.m - self._few) * microbatch_s, microbatch_s,
-                        self._timed(self._brief, _FREE))
+        step_s = self._timed(self._steady, _FREE) + (self.m - self._steady) * microbatch_s
+        return FreeStep(step_s, microbatch_s, self._timed(self._filling, _FREE))
 
     def step_s(self, alike: ShortPlans | None = None, limit: float = math.inf,
                microbatch_s: float = 0.0, ends_s: float = 0.0) -> float:
@@ -237,25 +238,26 @@ class ShortPlans:
         if free.step_s + ends_s > limit:
             return free.step_s + ends_s
         if not (often or hides):
-            added = self._timed(self._brief) - free.brief_s
+            added = self._timed(self._filling) - free.filling_s
             return free.step_s + added if free.step_s + added > limit else alike.free_step().step_s + added
         if not hides and limit < math.inf:
-            least_s = self._timed(self._brief) + (self.m - self._brief) * max(microbatch_s, free.microbatch_s)
+            per = max(microbatch_s, free.microbatch_s)
+            least_s = self._timed(self._filling) + (self.m - self._filling) * per
             if least_s > limit:
                 return least_s
-            least_s = self._timed(self._few) + (self.m - self._few) * self._pace_s((), early=True)
+            least_s = self._timed(self._steady) + (self.m - self._steady) * self._pace_s((), early=True)
             if least_s > limit:
                 return least_s
         free = alike.free_step()
         while True:
-            less, left = self._timed(self._few), self.m - self._few
+            less, left = self._timed(self._steady), self.m - self._steady
             per = self._pace_s(()) if often else max(microbatch_s, free.microbatch_s)
             if not left or (not hides and less + left * per > limit):
                 return less + left * per
             if per > _STEADY * free.microbatch_s and not (
                     hides and less + left * per - free.step_s > (1 - _STEADY) * free.step_s):
                 return less + left * per
-            self._few = min(self.m, self._few + self.p * -(-self._few // self.p))
+            self._steady = min(self.m, self._steady + self.p * -(-self._steady // self.p))
 
     def would_take_s(self, times: int = 1, hardware: Hardware | None = None, free: tuple[Op, ...] = (),
                      change: Callable[[Table], Table] | None = None) -> float:
@@ -271,11 +273,11 @@ class ShortPlans:
     def _whole(self, value: Callable[[int], float], times: int = 1) -> float:
         """What grows with each micro-batch, of all of them. `value`: of so many."""
         m = times * self.m
-        if self._brief == self._few:
+        if self._filling == self._steady:
             return value(m)
-        less = value(self._few)
-        return less if m == self._few else less + (m - self._few) * (less - value(self._brief)) / (
-            self._few - self._brief)
+        less = value(self._steady)
+        return less if m == self._steady else less + (m - self._steady) * (less - value(self._filling)) / (
+            self._steady - self._filling)
 
     def parts(self) -> StepParts:
         """What a step is made of."""

@@ -81,15 +81,15 @@ def timed(analysis: Analysis, seconds: Seconds, hardware: Hardware | None) -> Wa
     first = walk(programs, links, Mode.BUFFERED, seconds)
     if hardware is None or not (contention := hardware.contention):
         return first
-    beside = [_beside(first, position, linked, hardware.waits) for position, linked in enumerate(links)]
-    if not any(map(any, beside)):
+    overlap = [_overlap(first, position, linked, hardware.waits) for position, linked in enumerate(links)]
+    if not any(map(any, overlap)):
         return first
     longer = [[took + contention * shared for took, shared in zip(row, rows, strict=True)]
-              for row, rows in zip(seconds, beside, strict=True)]
+              for row, rows in zip(seconds, overlap, strict=True)]
     return walk(programs, links, Mode.BUFFERED, longer)
 
 
-def _beside(when: Walk, position: int, links: Links, waits: bool) -> list[float]:
+def _overlap(when: Walk, position: int, links: Links, waits: bool) -> list[float]:
     """For each instruction: for how many seconds it computes while its position communicates. A processor
     that `waits` copies messages, too."""
     busy, at, result = _union(when, position, links, waits), 0, list[float]()

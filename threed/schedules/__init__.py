@@ -1,4 +1,4 @@
-"""Schedules: orders of the tasks of a pipeline: named ones, searched ones, and those of a user's file.
+"""Schedules: orders of a pipeline's tasks: named ones (`orders`), searched ones, those of a user's file.
 
 An order says which position does what when, and nothing of tensors or instructions. It knows `base`; no
 torch. Begin with `orders`: each named schedule with its picture. `rule` builds an order from five

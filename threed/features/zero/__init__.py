@@ -1,4 +1,4 @@
-"""ZeRO: reduces gradients over dp, and shards optimizer states, gradients and parameters over it.
+"""ZeRO: reduces gradients over dp (`run`), and shards optimizer states, gradients, parameters over it.
 
 Begin with the header of `plan`; `run` does it on a rank. Of a parameter unit, `weights`, `gradient` and
 `optimizer_state` hold the tensors, each with the states that they can be in; `units` puts the three together,

@@ -11,10 +11,8 @@ import threed
 from tests.layouts import H100, QUIET, TOY, compared, full_s, searched, short_s
 from threed.base.errors import ConfigError, InputError
 from threed.cli.main import app
-from threed.layout_search.best_first import Search, helps
 from threed.layout_search.bounds import Bounds
 from threed.layout_search.layout import KEYS, Layout, changes, config_of
-from threed.layout_search.memory_filter import MemoryFilter
 from threed.layout_search.request import ask
 from threed.layout_search.search import show
 from threed.layout_search.short_plan import ShortPlans, steady_count
@@ -28,7 +26,7 @@ def test_short_against_full(name, layers):
     """Other times than the plan's: the search would rank other layouts than those that will run."""
     base = threed.load(f"configs/{name}.yaml", [f"model.layers={layers}", "train.global_batch_size=32",
                                                 *QUIET])
-    rows = list(compared(base, H100, 5, 20, 8))
+    rows = list(compared(base, H100, 5, 10, 8))
     errors = sorted(row.error for row in rows)
     assert errors[len(errors) // 2] < 0.001 and errors[-1] < 0.02, max(rows, key=lambda row: row.error)
     assert all(0.9 < row.fast_bytes / row.full_bytes < 1.7 for row in rows)
@@ -69,27 +67,6 @@ def test_bound():
 # ---------------------------------------------------------------- what stays fixed
 
 
-@pytest.mark.parametrize("fixed", [
-    ["parallel.tp=2"], ["parallel.pp=2", "parallel.schedule=zb-v"], ["parallel.dp=2"], ["zero.stage=3"],
-    ["zero.stage=2", "zero.reduce_every=2"], ["zero.residency=2"], ["train.micro_batch_size=2"],
-    ["activation.policy=full", "activation.every=2"], ["parallel.axis_order=dp-pp-tp"],
-    ["offload.optimizer=cpu"], ["zero.shard_size=2"],
-    ["parallel.schedule=interleaved", "parallel.virtual_stages=3", "parallel.pp=2"],
-    ["parallel.sequence_parallel=false"], ["activation.offload=cpu"],
-    ["model.tile_linears=128KiB", "model.tie_embeddings=false"], ["precision.reduce_dtype=fp32"]])
-def test_fixed(fixed):
-    """A key on the command line that the search changes would not be what the user asked for."""
-    asked, result = searched(4, "model.layers=4", *fixed)
-    assert result.timed
-    wanted = dict(text.split("=") for text in fixed)
-    for found in result.timed[:30]:
-        values = asked.config(found.layout).to_dict()
-        for key, value in wanted.items():
-            section, name = key.split(".")
-            whole = name == "shard_size" and values["parallel"]["dp"] == 2  # null: all of dp
-            assert str(values[section][name]).lower() == value.lower() or whole, (key, found.layout)
-
-
 def test_model_and_batch_stay():
     """Everything but the layout is the config's; each layout has all devices."""
     asked, result = searched(4, "model.layers=6", "train.global_batch_size=64", "precision.dtype=bf16")
@@ -114,42 +91,6 @@ def test_every_layout_is_counted():
     assert result.dropped[NEEDLESS] and result.dropped[SLOWER] and result.dropped[NO_BATCH]
     steps = [found.step_s for found in result.timed]
     assert all(then > step * 0.999 for step, then in zip(steps, steps[1:]))
-
-
-def test_tiles():
-    """Where whole units take too much memory, tiles are tried; where they do not, tiles are needless."""
-    large = ("model.layers=4", "model.hidden=4096", "model.heads=32", "model.tie_embeddings=false",
-             "precision.dtype=bf16", "parallel.tp=1", "parallel.pp=1", "zero.stage=3",
-             "train.micro_batch_size=1", "offload.optimizer=none", "zero.reduce_every=1",
-             "activation.policy=full", "zero.residency=1")
-    base = ask(TOY, ["run.device=auto", *large]).base
-    bounds = Bounds(base, H100)
-    layout = Layout(dp=8, shard_size=8, stage=3, residency=1, reduce_every=1, policy="full")
-    some, many = bounds.units().tiles(1)
-    assert bounds.units().largest(1) == 12 * 4096**2 + 13 * 4096 and (some, many) == ("128MiB", "32MiB")
-    whole, few_bytes, many_bytes = (MemoryFilter(bounds).bytes(layout._replace(tile_linears=tiles))
-                                    for tiles in (None, some, many))
-    assert many_bytes < few_bytes < 0.7 * whole
-    for memory, wanted in ((1.1 * whole, {None}), (0.99 * whole, {some}), (0.99 * few_bytes, {many})):
-        asked, result = searched(8, *large, memory=memory)
-        assert {found.layout.tile_linears for found in result.timed} == wanted, memory
-        best = asked.config(result.timed[0].layout)
-        assert not threed.config.load.validate(best) and best.model.tile_linears in wanted
-    asked, result = searched(8, *large, "model.tile_linears=null", memory=0.99 * whole)
-    assert not result.timed and result.nearest is not None
-
-
-def test_what_would_help():
-    """Faster adapters help where nodes talk; memory where something is computed again."""
-    base = threed.load("configs/llama3-8b.yaml", ["model.layers=8", "train.global_batch_size=64", *QUIET])
-    search = Search(base, H100, int(80e9))
-    found = search.run(16, {"dp": 16, "policy": "full", "micro_batch_size": 1}).timed[0]
-    gains = helps(base, H100, found.layout, ShortPlans(config_of(found.layout, base), H100))
-    slow = Hardware.parse("h100-sxm,adapter_gbps=5")
-    layout = Search(base, slow, int(80e9)).run(16, {"dp": 16}).timed[0].layout
-    assert helps(base, slow, layout, ShortPlans(config_of(layout, base), slow))[
-        "precision.reduce_dtype=bf16 (rounds)"] > 0.1
-    assert gains["memory for no recomputation"] > 0.15 and all(0 < gain < 1 for gain in gains.values())
 
 
 # ---------------------------------------------------------------- the verb

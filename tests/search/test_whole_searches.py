@@ -5,14 +5,17 @@ from __future__ import annotations
 import pytest
 
 import threed
-from tests.layouts import H100, QUIET, full_s, searched, short_s
-from threed.layout_search.best_first import Search
+from tests.layouts import H100, QUIET, TOY, full_s, searched, short_s
+from threed.layout_search.best_first import Search, helps
 from threed.layout_search.bounds import Bounds
 from threed.layout_search.layout import Layout, config_of
+from threed.layout_search.memory_filter import MemoryFilter
 from threed.layout_search.request import ask
+from threed.layout_search.short_plan import ShortPlans
 from threed.layout_search.space import NO_MEMORY
 from threed.planner import make_plan
 from threed.prediction.analytic import cost
+from threed.prediction.hardware import Hardware
 from threed.program.instruction import Op
 from threed.schedules.orders import SCHEDULES
 
@@ -74,6 +77,63 @@ def test_rounding():
     assert {asked.config(found.layout).precision.reduce_dtype for found in result.timed} == {"fp32"}
     asked, result = searched(4, *bf16, "precision.reduce_dtype=bf16")
     assert {asked.config(found.layout).precision.reduce_dtype for found in result.timed} == {"bf16"}
+
+
+@pytest.mark.parametrize("fixed", [
+    ["parallel.tp=2"], ["parallel.pp=2", "parallel.schedule=zb-v"], ["parallel.dp=2"], ["zero.stage=3"],
+    ["zero.stage=2", "zero.reduce_every=2"], ["zero.residency=2"], ["train.micro_batch_size=2"],
+    ["activation.policy=full", "activation.every=2"], ["parallel.axis_order=dp-pp-tp"],
+    ["offload.optimizer=cpu"], ["zero.shard_size=2"],
+    ["parallel.schedule=interleaved", "parallel.virtual_stages=3", "parallel.pp=2"],
+    ["parallel.sequence_parallel=false"], ["activation.offload=cpu"],
+    ["model.tile_linears=128KiB", "model.tie_embeddings=false"], ["precision.reduce_dtype=fp32"]])
+def test_fixed(fixed):
+    """A key on the command line that the search changes would not be what the user asked for."""
+    asked, result = searched(4, "model.layers=4", *fixed)
+    assert result.timed
+    wanted = dict(text.split("=") for text in fixed)
+    for found in result.timed[:30]:
+        values = asked.config(found.layout).to_dict()
+        for key, value in wanted.items():
+            section, name = key.split(".")
+            whole = name == "shard_size" and values["parallel"]["dp"] == 2  # null: all of dp
+            assert str(values[section][name]).lower() == value.lower() or whole, (key, found.layout)
+
+
+def test_tiles():
+    """Where whole units take too much memory, tiles are tried; where they do not, tiles are needless."""
+    large = ("model.layers=4", "model.hidden=4096", "model.heads=32", "model.tie_embeddings=false",
+             "precision.dtype=bf16", "parallel.tp=1", "parallel.pp=1", "zero.stage=3",
+             "train.micro_batch_size=1", "offload.optimizer=none", "zero.reduce_every=1",
+             "activation.policy=full", "zero.residency=1")
+    base = ask(TOY, ["run.device=auto", *large]).base
+    bounds = Bounds(base, H100)
+    layout = Layout(dp=8, shard_size=8, stage=3, residency=1, reduce_every=1, policy="full")
+    some, many = bounds.units().tiles(1)
+    assert bounds.units().largest(1) == 12 * 4096**2 + 13 * 4096 and (some, many) == ("128MiB", "32MiB")
+    whole, few_bytes, many_bytes = (MemoryFilter(bounds).bytes(layout._replace(tile_linears=tiles))
+                                    for tiles in (None, some, many))
+    assert many_bytes < few_bytes < 0.7 * whole
+    for memory, wanted in ((1.1 * whole, {None}), (0.99 * whole, {some}), (0.99 * few_bytes, {many})):
+        asked, result = searched(8, *large, memory=memory)
+        assert {found.layout.tile_linears for found in result.timed} == wanted, memory
+        best = asked.config(result.timed[0].layout)
+        assert not threed.config.load.validate(best) and best.model.tile_linears in wanted
+    asked, result = searched(8, *large, "model.tile_linears=null", memory=0.99 * whole)
+    assert not result.timed and result.nearest is not None
+
+
+def test_what_would_help():
+    """Faster adapters help where nodes talk; memory where something is computed again."""
+    base = threed.load("configs/llama3-8b.yaml", ["model.layers=8", "train.global_batch_size=64", *QUIET])
+    search = Search(base, H100, int(80e9))
+    found = search.run(16, {"dp": 16, "policy": "full", "micro_batch_size": 1}).timed[0]
+    gains = helps(base, H100, found.layout, ShortPlans(config_of(found.layout, base), H100))
+    slow = Hardware.parse("h100-sxm,adapter_gbps=5")
+    layout = Search(base, slow, int(80e9)).run(16, {"dp": 16}).timed[0].layout
+    assert helps(base, slow, layout, ShortPlans(config_of(layout, base), slow))[
+        "precision.reduce_dtype=bf16 (rounds)"] > 0.1
+    assert gains["memory for no recomputation"] > 0.15 and all(0 < gain < 1 for gain in gains.values())
 
 
 # ---------------------------------------------------------------- what only some layouts use

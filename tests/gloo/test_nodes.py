@@ -10,12 +10,13 @@ import signal
 import time
 
 import pytest
+from torch.distributed.elastic.multiprocessing.api import _terminate_process_handler
 
-import threed.launcher.agents  # noqa: F401  (imported before the runs fork)
 from tests.cluster.conftest import TINY
 from tests.cluster.hosts import Hosts, missing
 from tests.gloo.test_train import free_port
 from tests.running import Run, Torchrun, losses
+from threed.launcher import agents  # imported before the runs fork
 
 
 def settings(folder, cache) -> list[str]:
@@ -71,6 +72,25 @@ def test_a_second_request_to_one_node(node, tmp_path):
     assert "stopped at once, as asked; there is no checkpoint" in first.output
     assert "stopped at once, as asked" in second.output and "SIGKILL" not in first.output + second.output
     assert json.loads((tmp_path / "run" / "state.json").read_text())["state"] == "stopped"
+
+
+def test_an_agent_that_has_ended_is_told_to_end(monkeypatch):
+    """It saw the killed rank before our thread did: no traceback in place of the status."""
+    def launching(*_):
+        def launch(*_):
+            signal.signal(signal.SIGQUIT, _terminate_process_handler)  # as torch's agent does
+            raise RuntimeError("a rank has failed")
+        return launch
+
+    monkeypatch.setattr(agents, "elastic_launch", launching)
+    before = signal.getsignal(signal.SIGQUIT)
+    try:
+        with pytest.raises(RuntimeError, match="a rank has failed"):
+            agents._launch(None, None)  # pyright: ignore[reportArgumentType]
+        os.kill(os.getpid(), signal.SIGQUIT)
+        time.sleep(0.01)
+    finally:
+        signal.signal(signal.SIGQUIT, before)
 
 
 def test_a_node_that_never_comes(node):

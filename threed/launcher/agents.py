@@ -74,7 +74,7 @@ def run(args: Namespace, attendant: Attendant) -> int:
         why = partial(_why, "", args, where, limit_s)
         attendant.await_nodes(where, limit_s, _later_s(args, limit_s), why)
     try:
-        elastic_launch(config, be_rank)(body, os.getpid())
+        _launch(config, body)
         return 0
     except ChildFailedError as error:
         attendant.linger()  # as long as the error is known, torch keeps its store
@@ -87,6 +87,15 @@ def run(args: Namespace, attendant: Attendant) -> int:
             raise InputError(f"MASTER_PORT={args.master_port} is taken by another program on "
                              f"{socket.gethostname()}: end it, or give all nodes another port") from None
         raise RunError(_why(text, args, where, limit_s)) from None
+
+
+def _launch(config: LaunchConfig, body: Work) -> None:
+    """Start the ranks, and return when all have ended well."""
+    try:
+        elastic_launch(config, be_rank)(body, os.getpid())
+    finally:
+        # By it the attendant has the agent end, which would raise an exception later: the agent has ended.
+        signal.signal(signal.SIGQUIT, signal.SIG_IGN)
 
 
 def _work(args: Namespace) -> tuple[Work, Config | None]:

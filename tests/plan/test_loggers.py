@@ -131,6 +131,8 @@ def test_mlflow(tmp_path):
     run.texts(2, [("to be", " or not")])
     run.picture(2, "<svg/>")
     run.finish(STOPPED)
+    (metrics,) = (tmp_path / "run" / "mlflow").glob(f"*/{run_id}/metrics")
+    (metrics / "train" / "killed").touch()  # before its first number was written
     again = MLflow()
     assert again.start(about(config, 2), run_id) == run_id
     again.metrics([(3, {"train/loss": 4.0})])

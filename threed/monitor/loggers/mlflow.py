@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from threed.monitor.loggers.logger import (
@@ -44,6 +45,8 @@ class MLflow(Logger):
         if run_id is None:
             run_id = self._new(about)
         else:
+            if not address:
+                _drop_empty(folder, run_id)
             self._client.update_run(run_id, status="RUNNING")
         self._id, self.kept = run_id, f"; {self.place} has what came before"
         return run_id
@@ -80,6 +83,14 @@ class MLflow(Logger):
     def finish(self, state: str) -> None:
         status = {ENDED: "FINISHED", FAILED: "FAILED"}.get(state, "KILLED")  # MLflow's word for stopped
         self._client.set_terminated(self._id, status)
+
+
+def _drop_empty(folder: Path, run_id: str) -> None:
+    """Remove files of metrics to which a run that was killed had not yet written a number: MLflow could read
+    nothing of the run any more."""
+    for path in folder.glob(f"*/{run_id}/metrics/**/*"):
+        if path.is_file() and not path.stat().st_size:
+            path.unlink()
 
 
 def _named(name: str) -> str:

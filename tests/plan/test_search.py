@@ -1,4 +1,4 @@
-"""`threed search`: short plans, what stays fixed, what is refused, and the config that it writes."""
+"""`threed search`: bounds, what stays fixed, what is refused, and the config that it writes."""
 
 from __future__ import annotations
 
@@ -15,33 +15,9 @@ from threed.layout_search.bounds import Bounds
 from threed.layout_search.layout import KEYS, Layout, changes, config_of
 from threed.layout_search.request import ask
 from threed.layout_search.search import show
-from threed.layout_search.short_plan import ShortPlans, steady_count
+from threed.layout_search.short_plan import ShortPlans
 from threed.layout_search.space import NEEDLESS, NO_BATCH, NO_SHAPE, SLOWER
 from threed.prediction.hardware import Hardware
-from threed.schedules.orders import SCHEDULES
-
-
-@pytest.mark.parametrize("name, layers", [("llama3-8b", 8), ("gpt2-small", 6)])  # untied, and tied
-def test_short_against_full(name, layers):
-    """Other times than the plan's: the search would rank other layouts than those that will run."""
-    base = threed.load(f"configs/{name}.yaml", [f"model.layers={layers}", "train.global_batch_size=32",
-                                                *QUIET])
-    rows = list(compared(base, H100, 5, 10, 8))
-    errors = sorted(row.error for row in rows)
-    assert errors[len(errors) // 2] < 0.001 and errors[-1] < 0.02, max(rows, key=lambda row: row.error)
-    assert all(0.9 < row.fast_bytes / row.full_bytes < 1.7 for row in rows)
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("often", [False, True], ids=["once", "often"])
-def test_many_microbatches(name, often):
-    """Short plans stand for many micro-batches."""
-    base = threed.load("configs/llama3-8b.yaml", ["model.layers=10", "train.global_batch_size=46", *QUIET])
-    layout = Layout(4, 3, 2, schedule=name, virtual_stages=SCHEDULES[name].virtual or 2, shard_size=2,
-                    stage=2 if often else 1, reduce_every=1 if often else None, policy="full")
-    assert steady_count(name, 3, 23) < 23
-    config = config_of(layout, base)
-    assert short_s(config, H100) == pytest.approx(full_s(config, H100), rel=0.01)
 
 
 def test_traffic_that_more_microbatches_hide():

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 
 import threed
-from tests.layouts import QUIET, compared, full_s, short_s
+from tests.layouts import H100, QUIET, compared, full_s, short_s
 from threed.layout_search.layout import Layout, config_of
+from threed.layout_search.short_plan import steady_count
 from threed.prediction.hardware import Hardware
+from threed.schedules.orders import SCHEDULES
 
 
 @pytest.mark.parametrize("hardware", ["h100-sxm", "a100-sxm,adapter_gbps=25"])  # computation, and traffic
@@ -32,3 +34,26 @@ def test_a_last_turn_that_is_shorter(layout):
     hardware, config = Hardware.parse("h100-sxm"), config_of(layout, base)
     assert config.num_microbatches % layout.pp
     assert short_s(config, hardware) == pytest.approx(full_s(config, hardware), rel=0.005)
+
+
+@pytest.mark.parametrize("name, layers", [("llama3-8b", 8), ("gpt2-small", 6)])  # untied, and tied
+def test_time_and_memory(name, layers):
+    """Other times than the plan's: the search would rank other layouts than those that will run."""
+    base = threed.load(f"configs/{name}.yaml", [f"model.layers={layers}", "train.global_batch_size=32",
+                                                *QUIET])
+    rows = list(compared(base, H100, 5, 20, 8))
+    errors = sorted(row.error for row in rows)
+    assert errors[len(errors) // 2] < 0.001 and errors[-1] < 0.02, max(rows, key=lambda row: row.error)
+    assert all(0.9 < row.fast_bytes / row.full_bytes < 1.7 for row in rows)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("often", [False, True], ids=["once", "often"])
+def test_many_microbatches(name, often):
+    """Short plans stand for many micro-batches."""
+    base = threed.load("configs/llama3-8b.yaml", ["model.layers=10", "train.global_batch_size=46", *QUIET])
+    layout = Layout(4, 3, 2, schedule=name, virtual_stages=SCHEDULES[name].virtual or 2, shard_size=2,
+                    stage=2 if often else 1, reduce_every=1 if often else None, policy="full")
+    assert steady_count(name, 3, 23) < 23
+    config = config_of(layout, base)
+    assert short_s(config, H100) == pytest.approx(full_s(config, H100), rel=0.01)

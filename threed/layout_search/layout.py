@@ -22,6 +22,12 @@ KEYS = {
 }
 
 
+def sends_often(zero: Layout | ZeroConfig) -> bool:
+    """Whether, on several ranks of dp, parameters are gathered or gradients are reduced in every micro-batch.
+    """
+    return (zero.stage == 3 and zero.residency != "step") or (zero.stage >= 2 and zero.reduce_every != "step")
+
+
 class Layout(NamedTuple):
     """Each field is a key of the config (KEYS), in its words."""
 
@@ -47,8 +53,7 @@ class Layout(NamedTuple):
     @property
     def often(self) -> bool:
         """Whether parameters are gathered or gradients are reduced in every micro-batch."""
-        return self.dp > 1 and ((self.stage == 3 and self.residency != "step")
-                                or (self.stage >= 2 and self.reduce_every != "step"))
+        return self.dp > 1 and sends_often(self)
 
     @property
     def idea(self) -> tuple[object, ...]:

@@ -22,6 +22,7 @@ from functools import partial
 from itertools import groupby
 from typing import NamedTuple
 
+from threed.layout_search.layout import sends_often
 from threed.planner.auto import check_limit, make_pipeline, marked_table
 from threed.planner.passes import run_passes
 from threed.prediction.analytic import cost
@@ -231,9 +232,7 @@ class ShortPlans:
         Where there is traffic over dp only at the start and the end of a step, it adds as much to a step of
         few micro-batches. Else two plans say what one more takes. Orders that end with backwards of many
         micro-batches hide traffic behind these: longer plans are made until there is little to hide."""
-        zero, hides = self.config.zero, self.config.parallel.schedule in FORWARDS_FIRST
-        often = (zero.stage == 3 and zero.residency != "step") or (
-            zero.stage >= 2 and zero.reduce_every != "step")
+        often, hides = sends_often(self.config.zero), self.config.parallel.schedule in FORWARDS_FIRST
         free = (alike := alike or self).free_step(early=True)
         if free.step_s + ends_s > limit:
             return free.step_s + ends_s

@@ -1,4 +1,4 @@
-"""Compare predictions with steps that others have measured and published.
+"""Compare predictions with steps that others have measured and published, and with our own on a GPU.
 
     python -m bench.foresight.published           # the table, with the hardware files as they are
     python -m bench.foresight.published --fit     # fit four efficiencies of a100-sxm, one of the H100
@@ -9,6 +9,7 @@ priced with passes over that matrix (`attention_passes`), and nothing is compute
 (`contention=1`). Its tp ranks send a part each of a message (`parallel.split_messages`). Rows of torchtitan
 ran FSDP2 with flash attention on H100 of 96 GB at 2.4 TB/s and 500 W. Neither had a loss by kernels that
 write the gradient over the logits, as threed's fused pieces have: theirs is priced as separate operations.
+Rows of threed are those of results/gpu.md: one H100 SXM of 80 GB, bf16, cuDNN's attention.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from typing import NamedTuple
 from unittest import mock
 
 import threed
+from bench.common import make_config
+from bench.gpu.models import LARGE
 from threed.models.layers.head import Head
 from threed.planner import make_pipeline, make_plan
 from threed.prediction.analytic import cost
@@ -59,6 +62,10 @@ VTRAIN = (
 TORCHTITAN = ((8, False, 5762), (8, True, 6667), (128, False, 5605), (128, True, 6514))
 # At 500 W instead of 700 the clock is lower under load; `efficiency` is fitted to these rows.
 H100_96GB = "h100-sxm,memory_gb=96,memory_gbps=19200,efficiency=0.47"
+
+# threed, results/gpu.md: what is recomputed, and milliseconds of a step
+THREED = {"125M-2k": ("none", 165.5), "1.3B-2k": ("none", 1074.5), "1.3B-8k": ("none", 1335.1),
+          "2.7B-4k": ("full", 2786.6)}
 
 
 class Row(NamedTuple):
@@ -119,6 +126,12 @@ def torchtitan() -> list[Row]:
     return rows
 
 
+def own() -> list[Row]:
+    return [Row("GPT", name, make_plan(make_config(LARGE[name], 1, f"activation.policy={policy}")),
+                "h100-sxm", ms / 1e3)
+            for name, (policy, ms) in THREED.items()]
+
+
 def spearman(left: Sequence[float], right: Sequence[float]) -> float:
     """Of two rankings without ties."""
     order = [sorted(values).index for values in (left, right)]
@@ -172,7 +185,8 @@ def main() -> None:
                         help="fit efficiencies first: four of a100-sxm, one of the H100")
     args = parser.parse_args()
     for title, rows, names in (("A100, Megatron-LM", vtrain(), FITTED),
-                               ("H100, torchtitan", torchtitan(), ("efficiency",))):
+                               ("H100, torchtitan", torchtitan(), ("efficiency",)),
+                               ("H100, threed", own(), ("efficiency",))):
         fitted = fit(rows, names) if args.fit else None
         constants = [f"{name}: {getattr(fitted, name):.3f}" for name in names if fitted]
         print(f"{title}{', fitted ' if fitted else ''}{', '.join(constants)}:\n\n{table(rows, fitted)}\n")

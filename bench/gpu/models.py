@@ -233,8 +233,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
                         help="what is not measured by then is left out (default: 480)")
     parser.add_argument("--small", action="store_true", help="tiny models, as without a GPU")
     parser.add_argument("--efficiency", type=float, default=0.8,
-                        help="share of the measured peak that predictions take products to reach "
-                             "(default: 0.8)")
+                        help="share of the measured peak that predictions take products to reach, where no "
+                             "hardware file is for such a GPU (default: 0.8)")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables here too")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers here too")
     args = parser.parse_args(argv)

@@ -40,6 +40,7 @@ from threed.program.instruction import COMPUTE
 from threed.program.summary import stages
 from threed.program.trace import Trace
 from threed.schema import Config
+from threed.tensor.random import draw_in_place
 
 RECOMPUTE, OPTIMIZER = ["activation.policy=full"], ["zero.stage=2", "offload.optimizer=cpu"]
 PARAMETERS = ["zero.stage=3", "offload.optimizer=cpu", "offload.parameters=cpu"]
@@ -148,7 +149,7 @@ def train(size: Sizes, blocks: int, setting: str, comm: Comm, steps: int) -> Mea
     cuda = comm.device.type == "cuda"
     if cuda:
         torch.cuda.reset_peak_memory_stats(comm.device)
-    engine = Engine(config, make_plan(config), comm)
+    engine = Engine(config, make_plan(config), comm, draw_in_place)
     comm._lanes.clear()
     lanes, best = watch_lanes(comm), None
     for number in range(steps + 1):
@@ -218,7 +219,7 @@ def measure(args: argparse.Namespace, device: torch.device, memory: int,
             say: Callable[[str], None]) -> list[str]:
     size, host = args.size, int(0.8 * psutil.virtual_memory().available)
     blocks = {}
-    for setting in SETTINGS:
+    for setting in args.settings:
         blocks[setting] = largest(size, setting, memory, host, args.most)
         say(f"{setting}: {blocks[setting]} blocks fit")
     if not blocks["nothing"]:
@@ -228,13 +229,18 @@ def measure(args: argparse.Namespace, device: torch.device, memory: int,
         comm = ProcessComm(make_mesh(config_of(size, 1, "nothing")), 0, device, 60.0,
                            file_store(str(Path(scratch) / "store"), 1))
         measured: list[dict[str, Measured]] = [{}, {}]
-        for which, of in enumerate((lambda setting: blocks[setting],
-                                    lambda setting: measured[0]["nothing"].layers)):
-            for setting in SETTINGS:
-                measured[which][setting] = attempt(size, of(setting), setting, comm, args)
-                say(f"{setting}, {measured[which][setting].layers} blocks: "
-                    f"{measured[which][setting].tokens_per_s:.0f} tokens/s")
-        comm.close()
+        try:
+            for which, of in enumerate((lambda setting: blocks[setting],
+                                        lambda setting: measured[0]["nothing"].layers)):
+                for setting in args.settings:
+                    if which and blocks[setting] == of(setting):  # that was the first
+                        measured[1][setting] = measured[0][setting]
+                        continue
+                    measured[which][setting] = attempt(size, of(setting), setting, comm, args)
+                    say(f"{setting}, {measured[which][setting].layers} blocks: "
+                        f"{measured[which][setting].tokens_per_s:.0f} tokens/s")
+        finally:
+            comm.close()
     base = measured[0]["nothing"]
     at_most = [name for name, num_blocks in blocks.items() if num_blocks == args.most]
     most = [f"--most {args.most} ends the search of: {'; '.join(at_most)}", ""]
@@ -251,6 +257,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
                                          "24MiB without one)")
     parser.add_argument("--hidden", type=int, help="width (default: 4096 on a GPU, 128 without one)")
     parser.add_argument("--most", type=int, help="blocks at most (default: 1000 on a GPU, 48 without one)")
+    parser.add_argument("--settings", nargs="+", choices=list(SETTINGS), metavar="NAME", default=[],
+                        help=f"these, and nothing (default: all of {'; '.join(SETTINGS)})")
     parser.add_argument("--steps", type=int, default=3, help="steps of which the fastest counts (default: 3)")
     parser.add_argument("--quick", action="store_true",
                         help="the size that is used without a GPU, and one step")
@@ -259,6 +267,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     small = args.quick or not torch.cuda.is_available()
     args.size, args.steps = SMALL if small else LARGE, 1 if args.quick else args.steps
+    args.settings = [name for name in SETTINGS if name in ("nothing", *(args.settings or SETTINGS))]
     args.most = args.most or (48 if small else 1000)
     args.memory = args.memory or ("24MiB" if small else None)
     if args.hidden:

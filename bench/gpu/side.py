@@ -30,6 +30,7 @@ from threed.engine.device import attention, compiles, set_up
 from threed.engine.engine import Engine
 from threed.models.model import model_flops
 from threed.planner import make_mesh, make_plan
+from threed.prediction.hardware import named_as
 from threed.program.analysis import Analysis
 from threed.program.instruction import Op, Slot
 from threed.program.plan import Plan
@@ -60,9 +61,10 @@ class Machine(NamedTuple):
     bytes: float  # a second, of copies: read plus written
 
     def hardware(self, efficiency: float) -> str:
-        """What `threed predict --hardware` is told."""
-        return (f"tflops={self.flops / 1e12:.4g},efficiency={efficiency},"
-                f"memory_gbps={8 * self.bytes / 1e9:.4g}")
+        """What `threed predict --hardware` is told: the file for such a GPU, or else the measured peaks."""
+        return named_as(self.name) or (
+            f"tflops={self.flops / 1e12:.4g},efficiency={efficiency},"
+            f"memory_gbps={8 * self.bytes / 1e9:.4g}")
 
 
 class Row(NamedTuple):
@@ -152,6 +154,7 @@ def fitting(size: Sizes, memory: int, *more: str) -> tuple[Config, Plan]:
 def measure(config: Config, plan: Plan, comm: Comm, steps: int) -> Run:
     """The median step, after two that do not count, and the median of each unit's work."""
     if comm.device.type == "cuda":
+        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(comm.device)
     engine = Engine(config, plan, comm, draw_in_place)
     took, units = [], defaultdict(list)

@@ -50,6 +50,12 @@ def late(monkeypatch):
     use(monkeypatch, LateClock)
 
 
+@pytest.mark.parametrize("field", ["issued", "started", "ended", "waits", "total_s"])
+def test_each_field_may_be_asked_for_first(field):
+    values = {"issued": [0.0], "started": [0.25], "ended": [0.5], "waits": [], "total_s": 0.75}
+    assert getattr(Trace.late("train", 0.0, lambda: values), field) == values[field]
+
+
 def test_a_trace_is_read_once():
     def work(comm: Comm) -> Trace:
         engine = Engine(config, plan, comm)

@@ -13,7 +13,7 @@ from statistics import fmean
 
 from threed.base.quantity import many
 from threed.calibration.points import UNITS, Computed, Point, RankPoints, errors, fit
-from threed.prediction.hardware import OF_CPUS, Hardware, load, names
+from threed.prediction.hardware import OF_CPUS, Hardware, load, named_as
 from threed.spec.kernels import Moved
 
 NARROW = "products in 16 bits"
@@ -59,8 +59,7 @@ def fitted(measured: Sequence[RankPoints], machine: Machine) -> tuple[Hardware, 
 
 def _gpu(computed: Sequence[Computed], rates: dict[str, float], machine: Machine, device: str) -> Hardware:
     """What a GPU's fit begins with: the file of its kind, if there is one."""
-    words = device.replace("-", " ").split()
-    known = next((name for name in names() if name.split("-")[0].upper() in words), None)
+    known = named_as(device)
     hardware = load(known) if known else Hardware(
         tflops=_tflops(computed, NARROW) / 0.7, tflops_fp32=_tflops(computed, "products") / 0.7,
         memory_gbps=_gbps(_moved(computed) / 0.8))

@@ -8,8 +8,9 @@ its waiting by itself. Loopback runs the same engine on threads.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,10 +24,10 @@ from threed.engine.graphs import GraphRun
 from threed.engine.underway import UnderWay
 from threed.features.activation.run import ActivationRun
 from threed.features.offload.run import OffloadRun
-from threed.features.pipeline.run import PipelineRun, built
+from threed.features.pipeline.run import PipelineRun, built, streams
 from threed.features.zero.run import Clipped, ZeroRun
 from threed.features.zero.storage import Storage
-from threed.features.zero.units import make_states, places
+from threed.features.zero.units import UnitState, make_states, places
 from threed.planner import layouts
 from threed.program.analysis import Analysis
 from threed.program.check import describe
@@ -37,6 +38,7 @@ from threed.program.names import GENERATE, SNAPSHOT, VERIFY, WAITING
 from threed.program.plan import Plan
 from threed.program.seam import seam_of
 from threed.program.slots import Slots
+from threed.program.table import Table
 from threed.program.trace import Trace
 from threed.schema import Config
 from threed.tensor.context import Batch, Context
@@ -63,7 +65,6 @@ class Engine:
                       for name, p in state.weights.parameters.items()}
         dtype = self.zero.precision.compute
         self.saving = SavingPolicy(config.pieces)
-        activation = ActivationRun(comm, table, shared, dtype)
         offload = OffloadRun(comm, table, shared, dtype, self.states)
         self.graphs = GraphRun(graphs(analysis, position).turns, self.states, weight_grads,
                                comm.device) if config.run.cuda_graphs else None
@@ -74,12 +75,13 @@ class Engine:
                           config.data.document_mask and attention(config, comm.device) == "varlen",
                           config.train.seed, comm.device)
         layers = built(config, table, table.units_of(position), context, parameters)
-        self.pipeline = PipelineRun(config, comm, table, layers, context, self._keeping, activation)
-        activation.shaped = self.pipeline.shaped
+        stream, keeping = streams(config, table, context), partial(_keeping, table, self.states, self.saving)
+        activation = ActivationRun(comm, table, shared, dtype, stream)
+        self.pipeline = PipelineRun(comm, table, layers, context, stream, keeping, activation)
         if self.graphs is not None:
             self.pipeline.runner = self.graphs
-        self.handlers = {**self.pipeline.handlers, **self.zero.handlers, **activation.handlers,
-                         **offload.handlers}
+        self.handlers = {**self.pipeline.handlers(), **self.zero.handlers(), **activation.handlers(),
+                         **offload.handlers()}
         self.orders = {name: analysis.order(name, position) for name in plan.programs}
         self.clock = device_of(comm.device).clock()
         self._ended: list[Any] = []  # marks of the program under way: the end of each instruction
@@ -91,9 +93,6 @@ class Engine:
         self.current: tuple[str, int, float] | None = None
         # called after each instruction
         self.after: Callable[[Instruction, Slots], None] | None = None
-
-    def _keeping(self, unit: int) -> AbstractContextManager[Any]:
-        return self.saving.keeping(places([self.states[p] for p in self.plan.table.units[unit].parameters]))
 
     def train_step(self, batch: Callable[[int], Batch]) -> tuple[Clipped, Trace]:
         """One optimizer step; `batch` gives the data of a micro-batch of this rank."""
@@ -255,6 +254,11 @@ class Engine:
         others = sorted({rank for group in groups
                          for rank in self.comm.groups[group].ranks} - {self.comm.rank})
         return f"{text}, with rank{'s' if len(others) > 1 else ''} {_some(others)}" if others else text
+
+
+def _keeping(table: Table, states: Mapping[int, UnitState], saving: SavingPolicy,
+             unit: int) -> AbstractContextManager[Any]:
+    return saving.keeping(places([states[p] for p in table.units[unit].parameters]))
 
 
 def _some(ranks: list[int]) -> str:

@@ -129,6 +129,12 @@ def names() -> list[str]:
     return sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 
+def named_as(device: str) -> str | None:
+    """The name of the hardware file for a GPU, by what it calls itself: "NVIDIA H100 80GB HBM3"."""
+    words = device.replace("-", " ").split()
+    return next((name for name in names() if name.split("-")[0].upper() in words), None)
+
+
 def load(name: str) -> Hardware:
     """A hardware file by its name in configs/hardware, or by its path."""
     own = name in names() or not Path(name).exists()

@@ -20,7 +20,7 @@ import torch
 
 from threed.comm.group import Comm
 from threed.comm.process import initialized
-from threed.features.pipeline.run import PipelineRun, built
+from threed.features.pipeline.run import PipelineRun, built, streams
 from threed.models.measure import silent_groups, weight_of
 from threed.models.tiling import layers_of, share_of, together
 from threed.planner import make_mesh
@@ -100,7 +100,7 @@ def _measure(config: Config, table: Table, run: range, items: Sequence[Instructi
     """The transient bytes of each of these instructions."""
     with initialized(), Shapes(), Alive() as alive:
         compute, slots = _pipeline(config, table, run, items, alive), Slots()
-        sizes = []
+        handlers, sizes = compute.handlers(), []
         for item in items:
             effect = effects(item, table, table.position(item.unit))
             for slot in effect.reads:
@@ -109,7 +109,7 @@ def _measure(config: Config, table: Table, run: range, items: Sequence[Instructi
             created = {slot for slot in (*effect.writes, *effect.adds)
                        if slot not in slots and slot.kind not in PARAMETER_KINDS}
             before = alive.peak = alive.bytes()
-            compute.handlers[item.op](item, slots)
+            handlers[item.op](item, slots)
             sizes.append(alive.peak - before - sum(map(table.size, created)))
             for slot in effect.frees:
                 slots.free(slot)
@@ -136,8 +136,8 @@ def _pipeline(config: Config, table: Table, run: range, items: Sequence[Instruct
     def keeping(unit: int) -> AbstractContextManager[Any]:
         return saving.keeping(())
 
-    compute = PipelineRun(config, comm, table, built(config, table, run, context, weights), context, keeping,
-                          _Kept())
+    compute = PipelineRun(comm, table, built(config, table, run, context, weights), context,
+                          streams(config, table, context), keeping, _Kept())
     size, length = config.train.micro_batch_size, config.model.seq_len
     tokens, labels = (torch.zeros(size, length, dtype=torch.int64) for _ in range(2))
     inputs, targets = layers[0].example(share)

@@ -33,7 +33,7 @@ class Trace:
     started: list[float] = field(default_factory=list)
     ended: list[float] = field(default_factory=list)
     waits: list[Wait] = field(default_factory=list)
-    total_s: float = 0.0
+    total_s: float = field(default_factory=float)  # no attribute of the class: __getattr__ is asked
 
     @classmethod
     def late(cls, name: str, begin: float, read: Callable[[], dict[str, Any]]) -> Trace:

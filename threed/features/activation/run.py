@@ -12,18 +12,20 @@ from threed.program.buffers import Buffers
 from threed.program.instruction import PARTS, Instruction, Op
 from threed.program.slots import Slots
 from threed.program.table import Table
+from threed.tensor.packing import PackedStream
 from threed.tensor.pool import Pool
 
 
 class ActivationRun:
-    def __init__(self, comm: Comm, table: Table, buffers: Buffers, dtype: torch.dtype):
-        self.comm, self.table = comm, table
+    def __init__(self, comm: Comm, table: Table, buffers: Buffers, dtype: torch.dtype,
+                 stream: Callable[[int], PackedStream]):
+        """`stream`: unit -> what it hands to the next unit."""
+        self.comm, self.table, self.stream = comm, table, stream
         self.arena = Pool(buffers.kept, dtype, comm.device)
         self.in_arena = bool(buffers.kept)
-        # A value that came in parts -> as it lies in its slot. The engine sets it.
-        self.shaped: Callable[[int, torch.Tensor], torch.Tensor] = lambda unit, flat: flat
-        self.handlers: dict[Op, Callable[[Instruction, Slots], None]] = {Op.SPLIT: self.split,
-                                                                         Op.JOIN: self.join}
+
+    def handlers(self) -> dict[Op, Callable[[Instruction, Slots], None]]:
+        return {Op.SPLIT: self.split, Op.JOIN: self.join}
 
     def keep(self, x: torch.Tensor) -> torch.Tensor:
         """A unit's input, moved to where it is kept until RECOMPUTE: nothing else of the forward is kept."""
@@ -52,7 +54,7 @@ class ActivationRun:
         group.all_gather(whole, part.view(-1)).wait()
         if self.in_arena and kind == "kept":
             self.arena.give(part)
-        slots.put(instruction.slot, whole if kind == "kept" else self.shaped(instruction.unit, whole))
+        slots.put(instruction.slot, whole if kind == "kept" else self.stream(instruction.unit).whole(whole))
 
     def _store(self, x: torch.Tensor) -> torch.Tensor:
         return self.arena.take(x.numel()).view(x.shape).copy_(x)

@@ -57,8 +57,9 @@ class OffloadRun:
         self.comm, self.table, self.states = comm, table, states
         self.kept = Pool(buffers.host_kept, dtype, torch.device("cpu"),
                          pinned=device_of(comm.device).asynchronous)
-        self.handlers: dict[Op, Callable[[Instruction, Slots], Job | None]] = {Op.OFFLOAD: self.offload,
-                                                                               Op.FETCH: self.fetch}
+
+    def handlers(self) -> dict[Op, Callable[[Instruction, Slots], Job | None]]:
+        return {Op.OFFLOAD: self.offload, Op.FETCH: self.fetch}
 
     def offload(self, instruction: Instruction, slots: Slots) -> Job | None:
         here = instruction.slot

@@ -96,10 +96,12 @@ def built(config: Config, table: Table, units: Iterable[int], context: Context,
 class PipelineRun:
     """The layers of one rank and the handlers that run them."""
 
-    def __init__(self, config: Config, comm: Comm, table: Table, layers: Mapping[int, list[Layer]],
-                 context: Context, keeping: Callable[[int], AbstractContextManager[Any]], inputs: KeptInputs):
-        """`layers`: unit -> its layers, as `built`. `keeping`: a unit -> the context in which its FORWARD
-        runs, which says how autograd keeps its parameters. `inputs`: storage of kept inputs."""
+    def __init__(self, comm: Comm, table: Table, layers: Mapping[int, list[Layer]], context: Context,
+                 stream: Callable[[int], PackedStream],
+                 keeping: Callable[[int], AbstractContextManager[Any]], inputs: KeptInputs):
+        """`layers`: unit -> its layers, as `built`. `stream`: as `streams`. `keeping`: a unit -> the context
+        in which its FORWARD runs, which says how autograd keeps its parameters. `inputs`: storage of kept
+        inputs."""
         self.comm, self.table, self.layers, self.weight_grads = comm, table, layers, context.weight_grads
         self.position = comm.here.position
         self.dtype = context.dtype
@@ -107,13 +109,14 @@ class PipelineRun:
         self.runner: Runner = Plain()
         self.loss_grad = torch.ones((), device=comm.device)  # with which backward begins: the loss scale
         self.saving = context.saving
-        self.stream = _streams(config, table, context)
+        self.stream = stream
         self.feed = Feed(comm.device)
         self._sends: deque[Handle] = deque()
-        self.handlers: dict[Op, Callable[[Instruction, Slots], Handle | None]] = {
-            Op.FORWARD: self.forward, Op.RECOMPUTE: self.recompute, Op.BACKWARD: self.backward,
-            Op.BACKWARD_INPUT: self.backward_input, Op.BACKWARD_WEIGHT: self.backward_weight,
-            Op.SEND: self.send, Op.RECV: self.recv}
+
+    def handlers(self) -> dict[Op, Callable[[Instruction, Slots], Handle | None]]:
+        return {Op.FORWARD: self.forward, Op.RECOMPUTE: self.recompute, Op.BACKWARD: self.backward,
+                Op.BACKWARD_INPUT: self.backward_input, Op.BACKWARD_WEIGHT: self.backward_weight,
+                Op.SEND: self.send, Op.RECV: self.recv}
 
     def forward(self, instruction: Instruction, slots: Slots) -> None:
         _, unit, microbatch, *_ = instruction
@@ -322,17 +325,13 @@ class PipelineRun:
         slots.put(instruction.slot, buffer)
         return channel.recv(buffer)
 
-    def shaped(self, unit: int, flat: torch.Tensor) -> torch.Tensor:
-        """What a unit hands on, or its gradient, from its elements in a row."""
-        return self.stream(unit).whole(flat)
-
     def finish(self) -> None:
         """Wait until every message has left."""
         while self._sends:
             self._sends.popleft().wait()
 
 
-def _streams(config: Config, table: Table, context: Context) -> Callable[[int], PackedStream]:
+def streams(config: Config, table: Table, context: Context) -> Callable[[int], PackedStream]:
     """Unit -> what it hands to the next unit."""
     layers, share = layers_of(config), share_of(config)
     whole = Whole((context.sequence()[1], config.train.micro_batch_size, config.model.hidden), context.dtype)

@@ -88,9 +88,10 @@ class ZeroRun:
         # Whether this rank adds the loss, which all ranks have that share a layer's parameters, to the sum.
         self._speaks = comm.here.is_first(axes_of("parameters"))
         self._staging = torch.zeros(buffers.staging, dtype=torch.uint8, device=comm.device)
-        self.handlers: dict[Op, Callable[[Instruction, Slots], Job | None]] = {
-            Op.GATHER: self.gather, Op.RELEASE: self.release, Op.REDUCE: self.reduce, Op.CLIP: self.clip,
-            Op.STEP: self.step}
+
+    def handlers(self) -> dict[Op, Callable[[Instruction, Slots], Job | None]]:
+        return {Op.GATHER: self.gather, Op.RELEASE: self.release, Op.REDUCE: self.reduce, Op.CLIP: self.clip,
+                Op.STEP: self.step}
 
     @property
     def lr(self) -> float:

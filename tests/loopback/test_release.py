@@ -1,0 +1,50 @@
+"""An engine that nobody refers to any more gives its memory back at once: it is in no circle of references,
+which Python would find later, when a GPU has no room left for the next one."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+
+from tests.harness import batches, tiny
+from threed.comm.group import Comm
+from threed.engine.engine import Engine
+from threed.engine.loopback import run_loopback
+from threed.planner import make_mesh, make_plan
+
+CASES = {
+    "plain": [],
+    "pipeline": ["parallel.pp=2", "parallel.schedule=zb-h1", "precision.dtype=bf16"],
+    "zero-3": ["parallel.dp=2", "zero.stage=3", "model.tie_embeddings=true"],
+    "on the host": ["parallel.dp=2", "zero.stage=3", "offload.optimizer=cpu", "offload.parameters=cpu"],
+    "on disk": ["zero.stage=2", "offload.optimizer=nvme", "offload.nvme_path={disk}"],
+    "recomputed": ["parallel.tp=2", "activation.policy=full", "activation.partition=true"],
+    "pieces": ["parallel.tp=2", "parallel.sequence_parallel=true", "activation.policy=selective"],
+    "delayed": ["zero.stage=2", "offload.optimizer=cpu", "offload.delayed_update=true",
+                "precision.dtype=bf16"],
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_engine_leaves_nothing(case, tmp_path):
+    config = tiny("model.layers=2", "parallel.dp=1", "parallel.tp=1", "parallel.pp=1",
+                  *(word.format(disk=tmp_path) for word in CASES[case]))
+    plan = make_plan(config)
+
+    def work(comm: Comm) -> list[weakref.ref]:
+        engine = Engine(config, plan, comm)
+        for step in range(3):
+            engine.train_step(batches(config, comm, step))
+        engine.close()
+        return [weakref.ref(part) for part in (engine, engine.zero, engine.pipeline, *engine.states.values())]
+
+    gc.collect()
+    gc.disable()
+    try:
+        refs = [ref for each in run_loopback(plan, make_mesh(config), work) for ref in each]
+        alive = [type(part).__name__ for ref in refs if (part := ref()) is not None]
+    finally:
+        gc.enable()
+    assert refs and not alive

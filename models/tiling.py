@@ -65,6 +65,7 @@ def layers_of(config: Config) -> list[Layer]:
     return [layer for cut in cut_layers(config) for layer in cut]
 
 
+@remembered(lambda config: model_key(config))
 def cut_layers(config: Config) -> list[list[Layer]]:
     """The tiles of each layer of the model. Raises InputError where a layer cannot be cut small enough, or
     must not be cut."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from threed.base.remember import remembering
 from threed.planner.auto import check_limit, make_pipeline, unchecked_plan
 from threed.planner.facts import (
     layouts,
@@ -34,6 +35,7 @@ def make_plan(config: Config, pipeline: Pipeline | None = None) -> Plan:
     return analyse(config, pipeline).plan
 
 
+@remembering()
 def analyse(config: Config, pipeline: Pipeline | None = None) -> Analysis:
     """The checked plan of a config, with what was derived from it for the check. `pipeline`: its order, where
     another rank has made it already. Raises PlanError where the programs are not legal (a bug, or a user's
@@ -44,6 +46,7 @@ def analyse(config: Config, pipeline: Pipeline | None = None) -> Analysis:
     return analysis
 
 
+@remembering()
 def forward_plan(config: Config, name: str, pipeline: Pipeline | None = None) -> Plan:
     """The checked plan of one program that only runs forward, `evaluate` or `generate`, for ranks that train
     nothing: they have no gradients. Errors as from `make_plan`."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import fields
 from operator import itemgetter, mod
 from typing import Any, NamedTuple
 
+from threed.program.entries import ComputeUnit
 from threed.program.instruction import Instruction
 from threed.program.settings import WHOLE_MESSAGES
 
@@ -21,13 +22,13 @@ FORMAT = 1
 class Since(NamedTuple):
     """A field that came after format 1 did: it is left out while it has this value."""
 
-    of: str  # table, or parameter: of each parameter unit
+    of: str  # the name of its class
     field: str
     default: Any
 
 
-SINCE = (Since("table", "logits", None), Since("table", "trains", True),
-         Since("table", "messages", asdict(WHOLE_MESSAGES)), Since("parameter", "trains", True))
+SINCE = (Since("Table", "logits", None), Since("Table", "trains", True),
+         Since("Table", "messages", WHOLE_MESSAGES), Since("ParameterUnit", "trains", True))
 
 
 class _Formats(dict[tuple[Any, ...], str]):
@@ -45,21 +46,24 @@ _MICROBATCH = itemgetter(_AT)
 _REST = itemgetter(*(at for at in range(len(Instruction._fields)) if at != _AT))
 
 
+def _values(entry: Any) -> dict[str, Any]:
+    """The fields of a dataclass, as they are hashed."""
+    values = {field.name: getattr(entry, field.name) for field in fields(entry)}
+    for since in SINCE:
+        if since.of == type(entry).__name__ and values[since.field] == since.default:
+            del values[since.field]
+    if isinstance(entry, ComputeUnit):  # what was there first was a running softmax: its bytes
+        output = values.pop("output")
+        values["running_bytes"] = (output and (list(output) if output[2] else output[0])) or 0
+    return values
+
+
 def digest_of(table: Any, programs: Mapping[str, Sequence[Sequence[Instruction]]]) -> str:
     """Of a program.table.Table and the programs of all positions, by name."""
-    # Of json.dumps([asdict(table), programs], sort_keys=True), but instructions that differ by their
+    # Of json.dumps([table, programs], default=_values, sort_keys=True), but instructions that differ by their
     # micro-batch alone are formatted once.
-    values = asdict(table)
-    places = {"table": [values], "parameter": [*values["parameters"].values()]}
-    for since in SINCE:
-        for place in places[since.of]:
-            if place[since.field] == since.default:
-                del place[since.field]
-    for unit in values["units"]:  # what was there first was a running softmax: its bytes
-        output = unit.pop("output")
-        unit["running_bytes"] = (output and (list(output) if output[2] else output[0])) or 0
     begin = "" if FORMAT == 1 else f"{FORMAT} "  # format 1 did not say so
-    digest = hashlib.sha256(f"{begin}[{json.dumps(values, sort_keys=True)}, {{".encode())
+    digest = hashlib.sha256(f"{begin}[{json.dumps(table, default=_values, sort_keys=True)}, {{".encode())
     formats = _Formats()
     for number, (name, positions) in enumerate(sorted(programs.items())):
         digest.update(f"{', ' if number else ''}{json.dumps(name)}: [".encode())

@@ -38,10 +38,11 @@ class OwnStream:
 
 
 class NcclGroup(loopback.ThreadGroup, OwnStream):
-    def _parts(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+    def _parts(self, tensor: torch.Tensor, cut: Sequence[int] | None = None) -> list[Any]:
         self._count_calls += 1
         key = (self.name, self.ranks, self._count_calls)
-        self._world.put(key, self.rank(), shim.installed.peek(tensor.detach()), self.size())
+        given = shim.installed.peek(tensor.detach())
+        self._world.put(key, self.rank(), given if cut is None else given.split(list(cut)), self.size())
         return self._world.take(key, self.size())
 
     def _all_reduce(self, tensor: torch.Tensor, op: str) -> Handle:
@@ -59,6 +60,15 @@ class NcclGroup(loopback.ThreadGroup, OwnStream):
             for index, part in enumerate(self._parts(tensor)):
                 if not (in_place and index == self.rank()):
                     shim.installed.poke(rows[index], part)
+
+        return self.issue((output, tensor), run)
+
+    def _exchange(self, output: torch.Tensor, tensor: torch.Tensor, gives: Sequence[int],
+                  takes: Sequence[int]) -> Handle:
+        def run() -> None:
+            for into, rows in zip(output.split(list(takes)), self._parts(tensor, gives), strict=True):
+                if len(into):
+                    shim.installed.poke(into, rows[self.rank()])
 
         return self.issue((output, tensor), run)
 

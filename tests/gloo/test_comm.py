@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests import exchanges
 from threed.base.mesh import Mesh
 from threed.comm.process import ProcessComm, connecting_late, file_store
 
@@ -35,6 +36,24 @@ def test_values_of_all_ranks(workers):
     first, *rest = workers.run(told, 5, 5)
     assert first == [numbers, ["", None, 2000, None, 4000], others, 0]
     assert rest == [[numbers, [], others, 0]] * 4
+
+
+def exchanged(rank: int, path: str, count: int) -> list[tuple[bool, int]]:
+    comm, went = ProcessComm(Mesh(dp=count), rank, torch.device("cpu"), 60.0, file_store(path, count)), []
+    try:
+        for dtype in exchanges.DTYPES:
+            before = comm.sent["dp"]
+            got, want = exchanges.exchanged(comm.groups["dp"], dtype, comm.device)
+            went.append((torch.equal(got, want), comm.sent["dp"] - before))
+        return went
+    finally:
+        comm.close()
+
+
+def test_rows_are_exchanged(workers):
+    """Rows of another rank, in another order, or bytes that are not those that leave a rank."""
+    for rank, went in enumerate(workers.run(exchanged, 3, 3)):
+        assert went == [(True, exchanges.sent(rank, dtype)) for dtype in exchanges.DTYPES]
 
 
 class Counted(dist.Store):

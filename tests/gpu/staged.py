@@ -51,6 +51,12 @@ class StagedGroup(ProcessGroup):
         handle = super()._all_gather(host, tensor.cpu())
         return _then(handle, lambda: output.copy_(host))
 
+    def _exchange(self, output: torch.Tensor, tensor: torch.Tensor, gives: Sequence[int],
+                  takes: Sequence[int]) -> Handle:
+        host = torch.empty(output.shape, dtype=output.dtype)
+        handle = super()._exchange(host, tensor.cpu(), gives, takes)
+        return _then(handle, lambda: output.copy_(host))
+
 
 class StagedChannel(Channel):
     def __init__(self, channel: Channel):

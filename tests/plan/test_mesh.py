@@ -6,7 +6,7 @@ from itertools import permutations, product
 
 import pytest
 
-from threed.base.mesh import AXES, GROUPS, Mesh
+from threed.base.mesh import AXES, GROUPS, GroupRow, Mesh, across_runs, in_runs
 
 MESHES = [Mesh(order, pp=pp, dp=dp, tp=tp) for pp, dp, tp in product((1, 2, 3, 4), (1, 2, 4), (1, 2, 3))
           for order in permutations(AXES)]
@@ -67,6 +67,29 @@ def test_shard_and_replica_cut_dp():
         assert set().union(*(mesh.group("replica", other) for other in shard)) == dp
     whole = Mesh(dp=4)
     assert whole.group("shard", 2) == whole.group("dp", 2) and whole.group("replica", 2) == (2,)
+
+
+@pytest.mark.parametrize("order", list(permutations(AXES)))
+def test_runs_of_the_ranks_along_two_axes(order, monkeypatch):
+    """A run of dp x tp and the ranks at the same place of each: experts in the wrong order, or on two ranks
+    that hold the same."""
+    axes = "tp", "dp"  # the mesh's order counts, not this one
+    monkeypatch.setitem(GROUPS, "run", GroupRow(axes, "dp", "dp", in_runs(lambda mesh: 4)))
+    monkeypatch.setitem(GROUPS, "place", GroupRow(axes, "dp", "dp", across_runs(lambda mesh: 4, axes)))
+    mesh = Mesh(order, pp=2, dp=4, tp=2)
+    for rank in range(mesh.size):
+        here = mesh.coordinate(rank)
+        number = mesh.number(here, axes)
+        assert mesh.at(number, axes) == {axis: here.on[axis] for axis in axes}
+        run, place = (mesh.group(name, rank) for name in ("run", "place"))
+        of = [mesh.number(mesh.coordinate(other), axes) for other in run]
+        assert of == [*range(number // 4 * 4, number // 4 * 4 + 4)] and run[number % 4] == rank
+        assert place[number // 4] == rank and set(run) & set(place) == {rank} and len(place) == 2
+        assert {mesh.coordinate(other).position for other in (*run, *place)} == {here.position}
+    inner = [axis for axis in order if axis != "pp"][-1]
+    assert [mesh.coordinate(rank).on[inner] for rank in mesh.group("run", 0)][:2] == [0, 1]
+    for name in ("run", "place"):
+        assert sorted(rank for group in mesh.groups(name) for rank in group) == list(range(mesh.size))
 
 
 def test_draw():

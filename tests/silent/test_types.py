@@ -69,6 +69,10 @@ class Still(Group):
         output.zero_()
         return Handle(None)
 
+    def _exchange(self, output, tensor, gives, takes):
+        output.zero_()
+        return Handle(None)
+
 
 @pytest.fixture
 def tp():

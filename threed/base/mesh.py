@@ -34,7 +34,8 @@ class GroupRow(NamedTuple):
     axes: tuple[str, ...] | None  # the axes that the group spans; None: all
     counts: str  # the axis under which its bytes are counted
     lane: str = ""  # of its collectives; empty: it has messages instead, each channel on a lane of its own
-    # The members along its one axis: (mesh, own coordinate) -> coordinates; None: all.
+    # Its members among all ranks along its axes, which are numbered in the order of the mesh, the last axis
+    # fastest: (mesh, own number) -> numbers; None: all.
     members: Callable[[Mesh, int], Iterable[int]] | None = None
     needed: Callable[[Mesh], bool] = lambda mesh: True  # False: another group has the same ranks
 
@@ -44,20 +45,29 @@ class GroupRow(NamedTuple):
         return self.axes is None or "pp" in self.axes
 
 
+def in_runs(length: Callable[[Mesh], int]) -> Callable[[Mesh, int], range]:
+    """Members are runs of so many consecutive ranks."""
+    return lambda mesh, at: range(at - at % length(mesh), at - at % length(mesh) + length(mesh))
+
+
+def across_runs(length: Callable[[Mesh], int], axes: tuple[str, ...]) -> Callable[[Mesh, int], range]:
+    """Members are the ranks at the same place in each run. `axes`: as the row's."""
+    return lambda mesh, at: range(at % length(mesh), mesh.count(axes), length(mesh))
+
+
+def _shards(mesh: Mesh) -> int:
+    return mesh.shard_size
+
+
 GROUPS: dict[str, GroupRow] = {
     # Collectives inside FORWARD and BACKWARD.
     "tp": GroupRow(("tp",), "tp", "compute"),
     # REDUCE and GATHER.
     "dp": GroupRow(("dp",), "dp", "dp"),
     # A run of `shard` members of dp: state is sharded within it,
-    "shard": GroupRow(("dp",), "dp", "dp",
-                      lambda mesh, at: range(at - at % mesh.shard_size,
-                                             at - at % mesh.shard_size + mesh.shard_size),
-                      lambda mesh: mesh.has_copies),
+    "shard": GroupRow(("dp",), "dp", "dp", in_runs(_shards), lambda mesh: mesh.has_copies),
     # and repeated across "replica", the ranks at the same place in each run.
-    "replica": GroupRow(("dp",), "dp", "dp",
-                        lambda mesh, at: range(at % mesh.shard_size, mesh.sizes["dp"], mesh.shard_size),
-                        lambda mesh: mesh.has_copies),
+    "replica": GroupRow(("dp",), "dp", "dp", across_runs(_shards, ("dp",)), lambda mesh: mesh.has_copies),
     # SEND and RECV.
     "pp": GroupRow(("pp",), "pp"),
     # The first and the last position, which hold a tied embedding; any other position is alone in its group.
@@ -158,10 +168,30 @@ class Mesh:
         row, here = GROUPS[name], self.coordinate(rank)
         if row.axes is None:
             return tuple(range(self.size))
-        axes = [axis for axis in self.order if axis in row.axes]
-        along = [range(self.sizes[axis]) if row.members is None else row.members(self, here.on[axis])
-                 for axis in axes]
-        return tuple(self.beside(here, **dict(zip(axes, at, strict=True))) for at in product(*along))
+        members = (range(self.count(row.axes)) if row.members is None
+                   else row.members(self, self.number(here, row.axes)))
+        return tuple(self.beside(here, **self.at(number, row.axes)) for number in members)
+
+    def count(self, axes: Iterable[str]) -> int:
+        """Ranks along these axes together."""
+        return prod(self.sizes[axis] for axis in axes)
+
+    def number(self, here: Coordinate, axes: Iterable[str]) -> int:
+        """Of a rank among all ranks along these axes, in the order of the mesh."""
+        number = 0
+        for axis in self._in_order(axes):
+            number = number * self.sizes[axis] + here.on[axis]
+        return number
+
+    def at(self, number: int, axes: Iterable[str]) -> dict[str, int]:
+        """The coordinates on these axes of the rank with this number among those along them."""
+        at = {}
+        for axis in reversed(self._in_order(axes)):
+            number, at[axis] = divmod(number, self.sizes[axis])
+        return at
+
+    def _in_order(self, axes: Iterable[str]) -> list[str]:
+        return sorted(axes, key=self.order.index)
 
     def groups(self, name: str) -> list[tuple[int, ...]]:
         """All groups called `name`, sorted by their least rank: every rank opens them in this order."""

@@ -2,8 +2,8 @@
 
 Every call returns a `Handle`, and adds its bytes to those of its axis in `Comm.sent` when it is issued: what
 a rank sends by the ring formulas (all-gather and reduce-scatter of S bytes over n ranks: S (n-1)/n;
-all-reduce twice that), which is what gloo and NCCL put on the wire. Waiting for a handle blocks the host on
-CPU, and only the current stream on a GPU.
+all-reduce twice that), which is what gloo and NCCL put on the wire; in an exchange, the rows for others.
+Waiting for a handle blocks the host on CPU, and only the current stream on a GPU.
 
 `process` has the groups of torch.distributed (gloo on a CPU, NCCL on GPUs), `engine.loopback` others, over
 threads.
@@ -83,6 +83,26 @@ class Group(ABC):
             return Handle(None)
         return self._all_gather(output, tensor)
 
+    def exchange(self, output: torch.Tensor, tensor: torch.Tensor, gives: Sequence[int],
+                 takes: Sequence[int]) -> Handle:
+        """Rows of `tensor` to all ranks, and theirs into `output` (an all-to-all): first `gives[0]` rows to
+        rank 0 of the group, then `gives[1]` to rank 1; likewise `takes[0]` rows of rank 0 come first. Counts
+        may be 0. What a rank takes from another must be what that one gives to it."""
+        assert tensor.is_contiguous() and output.is_contiguous() and tensor.dtype == output.dtype
+        assert (sum(gives), sum(takes)) == (len(tensor), len(output)), (gives, takes, tensor.shape)
+        assert tensor.shape[1:] == output.shape[1:] and len(gives) == len(takes) == self.size()
+        away = len(tensor) - gives[self._index]
+        self._sent[self._axis] += away * tensor.itemsize * tensor.shape[1:].numel()
+        if self.tap is not None and self.size() > 1:
+            self.tap(tensor)
+        if self.size() == 1:
+            output.copy_(tensor)
+            return Handle(None)
+        return self._exchange(output, tensor, gives, takes)
+
+    @abstractmethod
+    def _exchange(self, output: torch.Tensor, tensor: torch.Tensor, gives: Sequence[int],
+                  takes: Sequence[int]) -> Handle: ...
     @abstractmethod
     def _all_reduce(self, tensor: torch.Tensor, op: str) -> Handle: ...
     @abstractmethod

@@ -81,6 +81,12 @@ class ProcessGroup(Group):
         return self._messages(tensor.view(1, -1).expand(self.size(), -1), output.view(self.size(), -1),
                               own=True)
 
+    def _exchange(self, output: torch.Tensor, tensor: torch.Tensor, gives: Sequence[int],
+                  takes: Sequence[int]) -> Handle:
+        work = dist.all_to_all_single(output, tensor, list(takes), list(gives), self.process_group,
+                                      async_op=True)
+        return _handle(work, output, tensor)
+
     def _messages(self, parts: torch.Tensor, arrived: torch.Tensor, own: bool = False) -> Handle:
         """Send row i of `parts` to rank i of the group, whose message arrives in row i of `arrived`. `own`:
         copy this rank's row, too."""

@@ -91,11 +91,14 @@ class ThreadGroup(Group):
         super().__init__(name, ranks, me, sent)
         self._world, self._count_calls = world, 0
 
-    def _call(self, tensor: torch.Tensor, finish: Callable[[list[torch.Tensor]], None]) -> Handle:
-        """Give a copy of the tensor to the call, so that a result may overwrite the input."""
+    def _call(self, tensor: torch.Tensor, finish: Callable[[list[Any]], None],
+              cut: Sequence[int] | None = None) -> Handle:
+        """Give a copy of the tensor to the call, so that a result may overwrite the input; or rows of it for
+        each rank, as many as `cut` says."""
         self._count_calls += 1
         key = (self.name, self.ranks, self._count_calls)
-        self._world.put(key, self.rank(), tensor.detach().clone(), self.size())
+        given = tensor.detach().clone()
+        self._world.put(key, self.rank(), given if cut is None else given.split(list(cut)), self.size())
         return Handle(lambda: finish(self._world.take(key, self.size())))
 
     def _all_reduce(self, tensor: torch.Tensor, op: str) -> Handle:
@@ -118,6 +121,14 @@ class ThreadGroup(Group):
             torch.cat([part.view(-1) for part in parts], out=output.view(-1))
 
         return self._call(tensor, finish)
+
+    def _exchange(self, output: torch.Tensor, tensor: torch.Tensor, gives: Sequence[int],
+                  takes: Sequence[int]) -> Handle:
+        def finish(parts: list[Sequence[torch.Tensor]]) -> None:
+            for into, rows in zip(output.detach().split(list(takes)), parts, strict=True):
+                into.copy_(rows[self.rank()])
+
+        return self._call(tensor, finish, gives)
 
 
 class ThreadChannel(Channel):

@@ -144,8 +144,8 @@ class Reference:
             if self.precision.master == "none" or name not in self.trained:
                 self.masters[name].copy_(value.view_as(self.masters[name]))
 
-    def losses(self, step: int, train: bool = True) -> Iterator[torch.Tensor]:
-        """The loss of each micro-batch of a step."""
+    def losses(self, step: int, train: bool = True) -> Iterator[tuple[torch.Tensor, torch.Tensor | float]]:
+        """The loss of each micro-batch of a step, and its penalty."""
         data, size = data_of(self.config, step), self.config.train.global_batch_size
         count = data.num_tokens(self.config)
         for first in range(0, size, self.micro):
@@ -158,34 +158,35 @@ class Reference:
             else:
                 # One by one: nothing but the divisor knows of other documents.
                 assert not self.config.model.dropout and not self.config.model.attention_dropout
-                yield torch.stack([
-                    self.loss(replace(batch, tokens_BS=batch.tokens_BS[row:row + 1, place],
-                                      labels_BS=batch.labels_BS[row:row + 1, place]))
-                    for row in range(self.micro) for place in data.documents(first + row)]).sum()
+                parts = [self.loss(replace(batch, tokens_BS=batch.tokens_BS[row:row + 1, place],
+                                           labels_BS=batch.labels_BS[row:row + 1, place]))
+                         for row in range(self.micro) for place in data.documents(first + row)]
+                yield torch.stack([loss for loss, _ in parts]).sum(), sum(penalty for _, penalty in parts)
 
-    def loss(self, batch: Batch) -> torch.Tensor:
-        """The part of some sequences of one length."""
+    def loss(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | float]:
+        """The part of some sequences of one length, and its penalty."""
         length = batch.tokens_BS.shape[1]
         if length != self.context.model.seq_len:
             self.context.model = replace(self.context.model, seq_len=length)
             self.context._rotary.clear()
-        x, given, loss = None, {}, 0.0
+        x, given, loss, penalty = None, {}, 0.0, 0.0
         for layer in self.layers:
             out = layer(x, batch, **{name: given[name] for name in layer.reads})
             out = out if isinstance(out, Out) else Out(out)
             x, given = out.x, {**given, **out.makes}
             loss = loss if out.loss is None else loss + out.loss
+            penalty = penalty if out.penalty is None else penalty + out.penalty
         assert isinstance(loss, torch.Tensor)
-        return loss
+        return loss, penalty
 
     def backward(self, step: int) -> float:
         """Gradients of the masters; the loss."""
         scale = self.config.loss_scale
         assert scale is not None, "a comparison needs a loss scale that stays"
         total, grads = 0.0, {}
-        for loss in self.losses(step):
+        for loss, penalty in self.losses(step):
             total += loss.item()
-            loss.backward(torch.full_like(loss, scale))
+            (loss + penalty).backward(torch.full_like(loss, scale))
             for name, value in ((name, self.live[name]) for name in self.trained):
                 grad, value.grad = value.grad, None
                 assert grad is not None
@@ -223,5 +224,5 @@ class Reference:
                 updates += 1
         result.weights = {name: value.detach() for name, value in self.masters.items()}
         with torch.no_grad():
-            result.evaluated = sum(loss.item() for loss in self.losses(steps, train=False))
+            result.evaluated = sum(loss.item() for loss, _ in self.losses(steps, train=False))
         return result

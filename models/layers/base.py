@@ -70,6 +70,8 @@ class Out(NamedTuple):
     makes: Mapping[str, torch.Tensor] = {}  # tensors for later layers of its stage, by name
     # Added to the loss, equal on all ranks with the same samples: a sum / batch.num_tokens.
     loss: torch.Tensor | None = None
+    # As the loss, and trained on as it is, but reported apart from it, and not by evaluations.
+    penalty: torch.Tensor | None = None
     logits: torch.Tensor | None = None  # of each sequence's token `batch.last_B`, [B, V of all ranks]
     # By whose sum over the global batch CLIP divides the loss and STEP the gradients; None: by nothing.
     count: torch.Tensor | None = None
@@ -83,7 +85,7 @@ class Layer(Part):
     tile: Tile = WHOLE
     adds = False  # whether it only adds to its input: it keeps nothing, and passes the gradient on unchanged
     tokens = False  # whether it embeds the batch's tokens; the first layer does
-    loss = False  # whether it adds to the loss; the last layer does
+    loss = False  # whether it adds to the loss or has a penalty; the last layer does
     reads: tuple[str, ...] = ()  # names of tensors that earlier layers hand it
     # Shapes of those that it reads that have not the shape of the residual stream: name -> shape.
     shapes: Mapping[str, tuple[int, ...]] = {}

@@ -12,6 +12,7 @@ from threed.extend import SEQUENCE, Embedding, Family, Head, Layer, ModelConfig,
 class HandingConfig(ModelConfig):
     family: str = "handing"
     penalty: float = 0.01  # of large activations
+    reported: str = "loss"  # with which it is reported: the loss, or apart from it
 
 
 class Handing(Layer):
@@ -30,8 +31,11 @@ class Handing(Layer):
         x = self.block(x if gate is None else x * gate.sigmoid(), batch)
         x = x if skip is None else x + skip
         tokens = x.square().mean(-1)
-        loss = self.model.penalty * self.context.total(tokens.sum()) / batch.num_tokens if self.loss else None
-        return Out(x, {"gate": x * 0.5, "skip": x * 2.0} if self.first else {}, loss)
+        out = Out(x, {"gate": x * 0.5, "skip": x * 2.0} if self.first else {})
+        if not self.loss:
+            return out
+        penalty = self.model.penalty * self.context.total(tokens.sum()) / batch.num_tokens
+        return out._replace(**{"penalty" if self.model.reported == "apart" else "loss": penalty})
 
 
 def layers(model: HandingConfig) -> list[Layer]:

@@ -7,10 +7,15 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.harness import assert_contract, loopback, tiny
+from tests.harness import assert_contract, batches, loopback, tiny
 from threed.base.errors import ThreedError
-from threed.planner import make_plan
+from threed.comm.group import Comm
+from threed.engine.engine import Engine
+from threed.engine.loopback import run_loopback
+from threed.planner import make_mesh, make_plan
+from threed.schema import Config
 
 FAMILY = "model.family=tests/families/{}"
 SMALL = ["model.layers=2", "model.hidden=16", "model.heads=4", "model.seq_len=8", "model.vocab=30",
@@ -50,6 +55,30 @@ def test_hands_on_two_tensors_and_adds_to_the_loss(name, references):
         assert sorted(read[:] for read in units[3].reads) == [("gate", 1, True), ("skip", 1, True)]
         assert units[1].stage == units[3].stage and [unit.loss for unit in units].count(True) == 3
     assert_contract(config, references)
+
+
+@pytest.mark.parametrize("name", HANDING)
+def test_penalties_are_apart_from_the_loss(name, references):
+    """They are trained on as the loss is, and neither reported with it nor evaluated."""
+    handing, apart = FAMILY.format("handing.py:HANDING"), "model.reported=apart"
+    config = tiny(*SMALL, handing, apart, *HANDING[name])
+    assert_contract(config, references)
+    together, alone = (references(each, 1) for each in (tiny(*SMALL, handing, *HANDING[name]), config))
+    assert all(torch.equal(together.first_grads[key], grad) for key, grad in alone.first_grads.items())
+    penalty, = penalties(config)
+    assert penalty is not None and penalty == pytest.approx(together.losses[0] - alone.losses[0], rel=1e-4)
+    assert penalties(tiny(*SMALL, handing, *HANDING[name])) == [None]
+
+
+def penalties(config: Config) -> list[float | None]:
+    """Of a step: what all ranks say."""
+    plan = make_plan(config)
+
+    def work(comm: Comm) -> float | None:
+        engine = Engine(config, plan, comm)
+        return engine.train_step(batches(config, comm, 0))[0].penalty
+
+    return [*dict.fromkeys(run_loopback(plan, make_mesh(config), work))]
 
 
 BAD = {

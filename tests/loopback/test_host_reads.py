@@ -45,7 +45,7 @@ class Watching(TorchDispatchMode):
     def __init__(self, config: Config):
         super().__init__()
         self.counts: Counter[str] = Counter()
-        self._read = [1.0, 0.0, 1.0, float(config.tokens_per_step), 0.0, 0.0]  # what CLIP sums up
+        self._read = [1.0, 0.0, float(config.tokens_per_step), 1.0, *[0.0] * 4]  # what CLIP sums up
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -122,7 +122,7 @@ def test_a_new_read_is_seen(monkeypatch):
         forward(self, instruction, slots)
         for state in slots.alive():
             if state.kind == "loss":
-                slots.get(state).item()
+                slots.get(state)[0].item()
 
     monkeypatch.setattr(PipelineRun, "forward", prints)
     counts = counted(tiny(*SMALL, *CONFIGS["gpt"]))

@@ -29,6 +29,7 @@ from threed.schema import Config
 from threed.tensor.alive import Alive
 from threed.tensor.context import Batch
 from threed.tensor.fused import Fused
+from threed.tensor.loss_sum import NUMBERS
 
 SIZES = ["model.layers=1", "model.hidden=256", "model.seq_len=128", "model.vocab=1000",
          "model.vocab_multiple=128",
@@ -139,7 +140,7 @@ def measured(config: Config) -> tuple[Plan, dict[tuple[str, int], float]]:
         alive = (alive | created) - set(effect.frees)
         kind = {Op.FORWARD: "saved", Op.BACKWARD_INPUT: "operands"}.get(item.op)
         if kind:  # whatever else is made or freed is a stream, or what tiles share, in full
-            others = sum(8 if slot.kind == "loss" else table.size(slot)
+            others = sum(8 * NUMBERS if slot.kind == "loss" else table.size(slot)
                          for slot in created if slot.kind != kind)
             freed = sum(sizes["saved", item.unit] if slot.kind == "saved" else table.size(slot)
                         for slot in effect.frees)

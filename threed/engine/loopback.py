@@ -57,15 +57,15 @@ class World:
             for condition in self._waiting.values():
                 condition.notify_all()
 
-    def put(self, key: Any, index: int, tensor: torch.Tensor, size: int) -> None:
+    def put(self, key: Any, index: int, value: Any, size: int) -> None:
         with self._lock:
             call = self._calls.setdefault(key, {})
-            call[index] = tensor
+            call[index] = value
             if len(call) == size and key in self._waiting:
                 self._waiting.pop(key).notify_all()
 
-    def take(self, key: Any, size: int) -> list[torch.Tensor]:
-        """The tensors of all ranks of a call, by index, once all have come."""
+    def take(self, key: Any, size: int) -> list[Any]:
+        """The values of all ranks of a call, by index, once all have come."""
         with self._lock:
             self._wait_for(key, lambda: len(self._calls.get(key, ())) == size)
             call = self._calls[key]

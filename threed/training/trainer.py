@@ -155,6 +155,8 @@ class Trainer:
                          "train/skipped_steps": float(self.skipped.total),
                          f"run/{config.model.counted}": float(self.samples * config.model.seq_len),
                          "run/time": time.time()}
+        if clipped.penalty is not None:
+            step.metrics["train/penalty"] = clipped.penalty
         if zero.scaler.dynamic:
             step.metrics["train/loss_scale"] = clipped.loss_scale
         if every:

@@ -29,6 +29,7 @@ from threed.program.table import Table
 from threed.schema import Config
 from threed.tensor.context import Batch, Context
 from threed.tensor.halves import Halves
+from threed.tensor.loss_sum import addend
 from threed.tensor.packing import Packed, PackedStream, Whole
 
 
@@ -108,6 +109,7 @@ class PipelineRun:
         self.keeping, self.inputs = keeping, inputs
         self.runner: Runner = Plain()
         self.loss_grad = torch.ones((), device=comm.device)  # with which backward begins: the loss scale
+        self._constants = torch.arange(2, dtype=torch.float64, device=comm.device)
         self.saving = context.saving
         self.stream = stream
         self.feed = Feed(comm.device)
@@ -135,11 +137,9 @@ class PipelineRun:
             slots.put(Slot("act", unit, microbatch), not_none(output.x).detach())
         if output.logits is not None:
             slots.put(Slot("logits", unit, microbatch), output.logits)
-        if output.loss is not None and instruction.keep != "logits":
-            loss = Slot("loss")
-            before = slots.get(loss) if loss in slots else 0.0
-            parts = [output.loss.detach().double(), *([output.count] if output.count is not None else [])]
-            slots.put(loss, before + torch.stack(parts))
+        if self.table.units[unit].loss and instruction.keep != "logits":
+            loss, more = Slot("loss"), addend(output.loss, output.count, output.penalty, self._constants)
+            slots.put(loss, slots.get(loss) + more if loss in slots else more)
 
     def recompute(self, instruction: Instruction, slots: Slots) -> None:
         """FORWARD once more, for its graph. (Dropout depends only on the sample and the element's place, so
@@ -164,14 +164,14 @@ class PipelineRun:
             output, saved = compute(unit, microbatch, batch, first, reads)
             made = self.stream(unit).close(output.x, name) if unit < self.table.last else None
             handed = [output.makes[each.name] for each in makes]
-            return [made, output.loss, output.logits, output.count, *handed], saved
+            return [made, output.loss, output.penalty, output.logits, output.count, *handed], saved
 
         makes, name = self.table.units[unit].makes, self.table.units[unit].name
         inputs = [x, *given.values()] if x is not None else [*given.values()]
         tensors, saved = self.runner.run(inputs, body)
         self.feed.ahead(microbatch)
-        named = {each.name: not_none(tensor) for each, tensor in zip(makes, tensors[4:], strict=True)}
-        output = Out(tensors[0], named, *tensors[1:4])
+        named = {each.name: not_none(tensor) for each, tensor in zip(makes, tensors[5:], strict=True)}
+        output = Out(tensors[0], named, *tensors[1:5])
         for name, value in output.makes.items():
             slots.put(Slot(name, unit, microbatch), value.detach())
         return output, saved
@@ -193,7 +193,7 @@ class PipelineRun:
             output = self._compute(unit, batch, value, reads)
         roots = self.stream(unit).roots(output.x) if unit < self.table.last else []
         roots += [output.makes[each.name] for each in self.table.units[unit].makes]
-        roots += [output.loss] if output.loss is not None else []
+        roots += [] if (trained := _sum(output.loss, output.penalty)) is None else [trained]
         return output, SavedGraph(leaves, reads, list(map(_root, roots)))
 
     def _compute(self, unit: int, batch: Batch, x: Any,
@@ -205,10 +205,9 @@ class PipelineRun:
             out = layer(output.x, batch, **{name: given[name] for name in layer.reads})
             out = out if isinstance(out, Out) else Out(out)
             given.update(out.makes)
-            losses = [loss for loss in (output.loss, out.loss) if loss is not None]
-            loss = sum(losses[1:], losses[0]) if losses else None
             logits = out.logits if out.logits is not None else output.logits
-            output = Out(out.x, {**output.makes, **out.makes}, loss, logits, out.count)
+            output = Out(out.x, {**output.makes, **out.makes}, _sum(output.loss, out.loss),
+                         _sum(output.penalty, out.penalty), logits, out.count)
         wanted = {handed.name for handed in self.table.units[unit].makes}
         return output._replace(makes={name: value for name, value in output.makes.items() if name in wanted})
 
@@ -342,6 +341,10 @@ def streams(config: Config, table: Table, context: Context) -> Callable[[int], P
         return whole if schema is None else Packed(schema, context.dtype)
 
     return stream
+
+
+def _sum(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
+    return one if other is None else other if one is None else one + other
 
 
 def not_none(tensor: torch.Tensor | None) -> torch.Tensor:

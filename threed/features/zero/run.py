@@ -26,6 +26,7 @@ from threed.program.instruction import Instruction, Op, Slot, Tier
 from threed.program.slots import Slots
 from threed.program.table import Table
 from threed.schema import Config
+from threed.tensor.loss_sum import NUMBERS, LossSum
 from threed.tensor.precision import Precision
 
 
@@ -39,10 +40,11 @@ class Clipped:
     finite: bool
     loss_scale: float  # the scale of this step's gradients
     counted: float | None = None  # what the loss has counted by itself (`Out.count`), and was divided by
+    penalty: float | None = None  # apart from the loss (`Out.penalty`); None: no layer has one
 
     def kept(self) -> dict[str, Any]:
         """What a checkpoint holds of it: what STEP uses. (`scale` has the count in it.)"""
-        return {name: value for name, value in asdict(self).items() if name != "counted"}
+        return {name: value for name, value in asdict(self).items() if name not in ("counted", "penalty")}
 
 
 BLOCK = 256  # elements whose squares are summed in fp32: few enough for a relative error of about 1e-8
@@ -182,9 +184,9 @@ class ZeroRun:
 
     @torch.no_grad()
     def clip(self, instruction: Instruction, slots: Slots) -> None:
-        """One all-reduce over the world of [norm squared, found_inf, loss sum, token count, whether the loss
-        counts by itself, and what]."""
-        numbers = torch.zeros(6, dtype=torch.float64, device=self.comm.device)
+        """One all-reduce over the world of [norm squared, found_inf, token count, and the numbers of
+        LossSum]."""
+        numbers = torch.zeros(3 + NUMBERS, dtype=torch.float64, device=self.comm.device)
         if instruction.gradients != "none":
             device = device_of(self.comm.device)
             if device.asynchronous and any(state.gradient.away for state in self.stepped.values()):
@@ -198,27 +200,25 @@ class ZeroRun:
                     counted = state.writes and counts(segment.axes, here.on)
                     numbers[0 if counted else 1].add_(squared_norm(part.range(gradient, segment)))
         if Slot("loss") in slots and self._speaks:
-            loss, *counted = slots.get(Slot("loss"))
-            numbers[2] = loss
-            if counted:
-                numbers[4].fill_(1.0)
-                numbers[5] = counted[0]
+            numbers[3:] = slots.get(Slot("loss"))
             if self.comm.here.position == self.table.position(self.table.last):  # count tokens once
-                # (`numbers[3] = ...` would be a copy from the host, which waits for all work before it)
-                numbers[3].fill_(self.config.tokens_per_step / self.config.dp)
+                # (`numbers[2] = ...` would be a copy from the host, which waits for all work before it)
+                numbers[2].fill_(self.config.tokens_per_step / self.config.dp)
         numbers[1] = (~torch.isfinite(numbers)).any().double()
         self.comm.groups["world"].all_reduce(numbers).wait()
-        squared, found_inf, loss, tokens, counts_itself, counted = numbers.tolist()
+        squared, found_inf, tokens, *sums = numbers.tolist()
+        total = LossSum(*sums)
         expected = self.config.tokens_per_step
         assert tokens == expected, f"{tokens} tokens were counted, not {expected}"
-        loss_scale, share = self.scaler.scale, _share(counted, expected) if counts_itself else 1.0
-        loss /= share  # gradients are linear in the loss: they are divided when they are used
+        loss_scale, share = self.scaler.scale, _share(total.count, expected) if total.counting else 1.0
+        loss = total.loss / share  # gradients are linear in the loss: they are divided when they are used
         norm = (math.sqrt(squared) if squared >= 0 else math.nan) / loss_scale / share
         limit = self.config.optimizer.clip_grad
         scale = min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0
         finite = found_inf == 0 and math.isfinite(norm) and math.isfinite(loss)
         clipped = Clipped(loss, norm, scale / loss_scale / share, finite, loss_scale,
-                          counted if counts_itself else None)
+                          total.count if total.counting else None,
+                          total.penalty / share if total.penalties else None)
         slots.put(Slot("scale"), clipped)
         for state in self.stepped.values() if instruction.gradients != "none" else ():
             state.gradient.clip()

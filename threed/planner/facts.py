@@ -20,9 +20,9 @@ from threed.features.pipeline.parts import cut, settings
 from threed.features.zero import plan as zero
 from threed.features.zero.shard import FlatLayout, layout
 from threed.models.layers.base import Layer
-from threed.models.model import tied_parameters
 from threed.models.tiling import cut_layers, layers_of, model_key, share_of, unit_layers
 from threed.optim.registry import OPTIMIZERS
+from threed.planner.unit_kinds import OWN, TIED, parameter_units, persists
 from threed.program.costs import load_costs
 from threed.program.entries import ComputeUnit, Handed, ParameterUnit, Read, Reduction, gradient_kind
 from threed.program.instruction import KINDS, Instruction, Op, Tier
@@ -52,34 +52,14 @@ def unit_costs(config: Config) -> list[tuple[float, float, float]]:
 
 
 def unit_parameters(config: Config) -> dict[int, tuple[Parameter, ...]]:
-    """Parameter unit -> its parameters. A tied embedding has the number after the last compute unit. The
-    numbers after it are for small parameters that stay whole under ZeRO-3: one unit for each compute unit
-    that has small and other parameters; and the numbers after those for the parameters of adapters, of each
-    compute unit that has some beside frozen ones."""
-    model_layers, runs = unit_layers(config)
-    units = {index: tuple(p for layer in model_layers[first:stop] for p in layer.own_parameters())
-             for index, (first, stop) in enumerate(runs)}
-    for index in range(len(runs)):
-        if config.model.lora_rank is not None:
-            units[2 * len(runs) + 1 + index] = tuple(p for p in units[index] if p.trains)
-            units[index] = tuple(p for p in units[index] if not p.trains)
-        small = tuple(p for p in units[index] if persists(config, p))
-        if 0 < len(small) < len(units[index]):
-            units[len(runs) + 1 + index] = small
-            units[index] = tuple(p for p in units[index] if p not in small)
-    units[len(runs)] = tied_parameters(model_layers)
-    return {index: parameters for index, parameters in sorted(units.items()) if parameters}
+    """Parameter unit -> its parameters."""
+    return {number: unit.parameters for number, unit in parameter_units(config).items()}
 
 
 def make_mesh(config: Config) -> Mesh:
     """The mesh of a config: its axes, their sizes and their order among ranks."""
     parallel = config.parallel
     return Mesh(tuple(parallel.axis_order.split("-")), config.shard_size, **config.axis_sizes)
-
-
-def persists(config: Config, parameter: Parameter) -> bool:
-    """Whether a parameter stays whole from its first use in a step to its last, for any zero.residency."""
-    return config.zero.stage < 3 or parameter.numel < (config.zero.persist_below or 0)
 
 
 @remembered(lambda config: (model_key(config), config.shard_size, config.zero.stage,
@@ -109,9 +89,9 @@ def make_table(config: Config, place: tuple[int, ...]) -> Table:
                          "set model.tie_embeddings=false")
     sizes = parallel.stage_units or stage_sizes(config, len(place))
     stage_of = [stage for stage, size in enumerate(sizes) for _ in range(size)]
-    uses_tied = _uses_tied(config)
-    used = [tuple(p for p in (index, tied, tied + 1 + index, 2 * tied + 1 + index) if p in laid_out
-                  and (p != tied or uses_tied[index]))
+    kinds, uses_tied = parameter_units(config), _uses_tied(config)
+    used = [tuple(number for number, held in kinds.items()
+                  if (uses_tied[index] if held.kind == TIED else held.user == index))
             for index in range(len(runs))]
     units = tuple(replace(unit, stage=stage, parameters=mine)
                   for unit, stage, mine in zip(_compute_units(config), stage_of, used, strict=True))
@@ -120,14 +100,15 @@ def make_table(config: Config, place: tuple[int, ...]) -> Table:
     shared = _Shared.of(config, table.elements)
     parameters = {}
     for index, laid in laid_out.items():
-        kind, user = divmod(index - (index > tied), tied)  # user: its compute unit
-        positions = tuple(sorted(ends)) if index == tied else (place[stage_of[user]],)
-        name = "tied embedding" if index == tied else units[user].name + ("", ", small", ", adapters")[kind]
+        kind, user, _ = kinds[index]
+        positions = tuple(sorted(ends)) if kind == TIED else (place[stage_of[user]],)
+        name = {OWN: units[user].name, TIED: "tied embedding"}.get(kind, f"{units[user].name}, {kind}")
         trains = any(placed.parameter.trains for placed in laid.placed)
         parameters[index] = ParameterUnit(
             name, positions, laid.numel, laid.padding, shared.group, shared.shards,
             shared.reductions(laid, len(positions)) if trains else (),
-            whole=all(persists(config, placed.parameter) for placed in laid.placed), trains=trains)
+            whole=all(persists(config, placed.parameter) for placed in laid.placed), trains=trains,
+            kind=kind)
     _send_home(config, parameters)
     return cut(replace(table, parameters=parameters),
                settings(config, make_mesh(config), parallel.sequence_parallel))

@@ -9,7 +9,7 @@ from dataclasses import fields
 from operator import itemgetter, mod
 from typing import Any, NamedTuple
 
-from threed.program.entries import ComputeUnit
+from threed.program.entries import ComputeUnit, ParameterUnit
 from threed.program.instruction import Instruction
 from threed.program.settings import WHOLE_MESSAGES
 
@@ -49,6 +49,8 @@ _REST = itemgetter(*(at for at in range(len(Instruction._fields)) if at != _AT))
 def _values(entry: Any) -> dict[str, Any]:
     """The fields of a dataclass, as they are hashed."""
     values = {field.name: getattr(entry, field.name) for field in fields(entry)}
+    if isinstance(entry, ParameterUnit):
+        del values["kind"]  # its name says it
     for since in SINCE:
         if since.of == type(entry).__name__ and values[since.field] == since.default:
             del values[since.field]

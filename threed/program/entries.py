@@ -78,6 +78,7 @@ class ParameterUnit:
     # False: it is frozen. It has no gradient, no state and no STEP; and where it stays whole, every rank
     # holds all of it all the time, and nothing is gathered.
     trains: bool = True
+    kind: str = "own"  # own, tied, or one of planner.unit_kinds.KINDS; its name says it, too
 
 
 def gradient_kind(name: str) -> str:

@@ -10,7 +10,6 @@ from typing import Any
 from threed.base.quantity import show_bytes
 from threed.program.instruction import Slot
 from threed.program.plan import Plan
-from threed.program.table import Table
 
 # Parameter unit -> names and shapes of its parameters on one rank.
 Contents = Mapping[int, Sequence[tuple[str, tuple[int, ...]]]]
@@ -31,7 +30,7 @@ def parameter_units(plan: Plan, contents: Contents) -> list[dict[str, Any]]:
     rows = []
     for index, unit in table.parameters.items():
         rows.append({
-            "unit": f"p{index}", "name": unit.name, "kind": _kind(table, index),
+            "unit": f"p{index}", "name": unit.name, "kind": unit.kind,
             "positions": list(unit.positions),
             "used_by": [f"u{u}" for u, compute in enumerate(table.units) if index in compute.parameters],
             "group": unit.shard_group if table.is_cut(index) else None,
@@ -47,19 +46,6 @@ def parameter_units(plan: Plan, contents: Contents) -> list[dict[str, Any]]:
             "parameters": [{"name": name, "shape": list(shape)} for name, shape in contents[index]],
         })
     return rows
-
-
-def _kind(table: Table, index: int) -> str:
-    """tied: two compute units use it. small: it stays whole, beside another parameter unit of the same
-    compute unit that does not. adapters: it is trained, beside others that are frozen. own: any other."""
-    users = [unit for unit in table.units if index in unit.parameters]
-    if index == len(table.units):
-        return "tied"
-    if index > 2 * len(table.units):
-        return "adapters"
-    others = [p for unit in users for p in unit.parameters if p != index]
-    small = table.parameters[index].whole and any(not table.parameters[p].whole and index > p for p in others)
-    return "small" if small else "own"
 
 
 def show_compute_units(plan: Plan, most: int | None = None) -> str:

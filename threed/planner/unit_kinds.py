@@ -1,0 +1,64 @@
+"""Kinds of parameter units: which parameters of a compute unit are one. A new kind is a row of KINDS."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from threed.models.model import tied_parameters
+from threed.models.tiling import unit_layers
+from threed.schema import Config
+from threed.spec.parameter import Parameter
+
+OWN, TIED = "own", "tied"  # what no other kind takes of a compute unit; what two of them use
+
+
+class UnitKind(NamedTuple):
+    takes: Callable[[Config, Parameter], bool]  # whether a parameter of a compute unit is of this kind
+    may_be_all: bool  # False: where all parameters of a compute unit are of this kind, they are its own
+
+
+class UnitParameters(NamedTuple):
+    """A parameter unit of a model."""
+
+    kind: str
+    user: int  # the compute unit; of a tied one, the last that uses it
+    parameters: tuple[Parameter, ...]
+
+
+def persists(config: Config, parameter: Parameter) -> bool:
+    """Whether a parameter stays whole from its first use in a step to its last, for any zero.residency."""
+    return config.zero.stage < 3 or parameter.numel < (config.zero.persist_below or 0)
+
+
+# In the order of their numbers. A parameter is of the last kind that takes it.
+KINDS: dict[str, UnitKind] = {
+    "small": UnitKind(persists, False),  # under ZeRO-3
+    "adapters": UnitKind(lambda config, parameter: config.model.lora_rank is not None and parameter.trains,
+                         True),  # the others are frozen
+}
+
+
+def parameter_units(config: Config) -> dict[int, UnitParameters]:
+    """Parameter unit -> what it is. Its number is that of its compute unit if it is that one's own. A tied
+    embedding has the number after the last compute unit; after it come as many numbers as there are compute
+    units for each of KINDS."""
+    model_layers, runs = unit_layers(config)
+    units, last = {len(runs): UnitParameters(TIED, len(runs) - 1, tied_parameters(model_layers))}, len(runs)
+    for user, (first, stop) in enumerate(runs):
+        parts = divided(config, [p for layer in model_layers[first:stop] for p in layer.own_parameters()])
+        units[user] = UnitParameters(OWN, user, parts.pop(OWN))
+        for block, kind in enumerate(KINDS):
+            units[last + 1 + block * last + user] = UnitParameters(kind, user, parts.get(kind, ()))
+    return {number: unit for number, unit in sorted(units.items()) if unit.parameters}
+
+
+def divided(config: Config, parameters: Sequence[Parameter]) -> dict[str, tuple[Parameter, ...]]:
+    """Kind -> those of a compute unit's parameters that are of it."""
+    parts = {}
+    for name, kind in reversed(KINDS.items()):
+        mine = [kind.takes(config, p) for p in parameters]
+        if kind.may_be_all or not all(mine):
+            parts[name] = tuple(p for p, taken in zip(parameters, mine, strict=True) if taken)
+            parameters = [p for p, taken in zip(parameters, mine, strict=True) if not taken]
+    return {**parts, OWN: tuple(parameters)}

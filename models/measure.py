@@ -134,7 +134,10 @@ class Measured:
         stream = length, share.sequences, model.hidden
         self.x = torch.randn(2, model.seq_len, share.sequences) if running else torch.randn(stream,
                                                                                             dtype=dtype)
-        self.reads = {name: torch.randn(layer.shapes.get(name, stream), dtype=dtype, requires_grad=True)
+        self.reads = {name: torch.zeros(layer.shapes.get(name, stream),
+                                        dtype=getattr(torch, layer.without_grad[name]))
+                      if name in layer.without_grad else
+                      torch.randn(layer.shapes.get(name, stream), dtype=dtype, requires_grad=True)
                       for name in layer.reads}
         tokens = torch.randint(0, model.vocab, (share.sequences, model.seq_len + 1))
         samples = torch.arange(share.sequences)

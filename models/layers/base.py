@@ -89,6 +89,9 @@ class Layer(Part):
     reads: tuple[str, ...] = ()  # names of tensors that earlier layers hand it
     # Shapes of those that it reads that have not the shape of the residual stream: name -> shape.
     shapes: Mapping[str, tuple[int, ...]] = {}
+    # Those that it makes or reads to which no gradient belongs: name -> dtype, such as int64. What it made of
+    # them in forward is given to it when its forward is computed again: a choice stays as it was.
+    without_grad: Mapping[str, str] = {}
     # What its tensors' shapes depend on beside the config, such as "how many tokens an expert gets". No CUDA
     # graph can hold such a layer.
     shapes_from = ""

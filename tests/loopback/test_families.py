@@ -4,6 +4,7 @@ loss."""
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from threed.base.errors import ThreedError
 from threed.comm.group import Comm
 from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
+from threed.models.tiling import layers_of
 from threed.planner import make_mesh, make_plan
 from threed.schema import Config
 
@@ -51,10 +53,43 @@ def test_hands_on_two_tensors_and_adds_to_the_loss(name, references):
     units = make_plan(config).table.units
     if name != "one-unit":
         assert [tensor.name for tensor in units[1].makes] == ["gate", "skip"]
-        assert [(read.name, read.unit, read.last) for read in units[2].reads] == [("gate", 1, False)]
-        assert sorted(read[:] for read in units[3].reads) == [("gate", 1, True), ("skip", 1, True)]
+        assert [read[:3] for read in units[2].reads] == [("gate", 1, False)]
+        assert sorted(read[:3] for read in units[3].reads) == [("gate", 1, True), ("skip", 1, True)]
         assert units[1].stage == units[3].stage and [unit.loss for unit in units].count(True) == 3
     assert_contract(config, references)
+
+
+CHOOSING = {
+    "alone": [], "tp-bf16": ["parallel.tp=2", "precision.dtype=bf16"],
+    "full": ["activation.policy=full", "zero.stage=3"], "zb-h1": [*ZB, "zero.stage=2"],
+    "full-offload": ["activation.policy=full", "activation.offload=cpu", *ZB],
+    "evaluate-full": ["parallel.pp=2", "activation.policy=full", "train.eval_every=1"],
+}
+
+
+@pytest.mark.parametrize("name", CHOOSING)
+def test_hands_on_what_has_no_gradient(name, references):
+    """Integers that autograd would refuse; a choice that recomputation makes anew, perhaps another one."""
+    config = tiny(*SMALL, FAMILY.format("choosing.py:CHOOSING"), *CHOOSING[name])
+    units = make_plan(config).table.units
+    assert units[1].makes == (("picks", 8 * 8 * config.train.micro_batch_size, False),)
+    assert [read.grad for unit in units for read in unit.reads] == [False, False]
+    assert not {"gpicks"} & make_plan(config).table.handed.keys()
+    assert_contract(config, references)
+
+
+def test_a_choice_is_made_once():
+    config = tiny(*SMALL, FAMILY.format("choosing.py:CHOOSING"), "activation.policy=full", "parallel.dp=1")
+    chosen = sys.modules[type(layers_of(config)[1]).__module__].chosen
+    chosen.clear()
+    loopback(config, 1)
+    evaluated = "evaluate" in make_plan(config).programs
+    assert len(chosen) == config.num_microbatches * (1 + evaluated)
+
+
+def test_a_reader_says_that_there_is_no_gradient():
+    with pytest.raises(ThreedError, match=r"blocks\.1 reads 'picks', which is made without a gradient, in i"):
+        make_plan(tiny(*SMALL, FAMILY.format("choosing.py:CHOOSING"), "model.told=false"))
 
 
 @pytest.mark.parametrize("name", HANDING)

@@ -262,22 +262,31 @@ def hand_overs(units: Sequence[Sequence[Layer]]) -> list[tuple[set[str], tuple[R
     """For each unit, the tensors that it makes for later units, and those of earlier units that it reads.
     (Tensors that layers of one unit hand to each other do not count.)"""
     makers: dict[str, int] = {}  # name of a tensor -> the last unit that made it
+    dtypes: dict[str, str | None] = {}  # name -> its dtype, if no gradient belongs to it
     reads: list[dict[str, int]] = []
     for index, unit in enumerate(units):
         reads.append({})
         for layer in unit:
             if missing := [name for name in layer.reads if name not in makers]:
                 raise InputError(f"layer {layer.name} reads '{missing[0]}', which no layer before it makes")
+            if other := [name for name in layer.reads if layer.without_grad.get(name) != dtypes[name]]:
+                kind = dtypes[other[0]]
+                has = "has a gradient" if kind is None else f"is made without a gradient, in {kind}"
+                raise InputError(f"layer {layer.name} reads '{other[0]}', which {has}: its `without_grad` "
+                                 "must say the same as that of the layer that makes it")
             reads[index] |= {name: makers[name] for name in layer.reads if makers[name] != index}
-            makers |= dict.fromkeys(layer.makes(Share()), index)
+            made = layer.makes(Share())
+            makers |= dict.fromkeys(made, index)
+            dtypes |= {name: layer.without_grad.get(name) for name in made}
     for name in makers:
         if taken := {name, gradient_kind(name)} & KINDS or {gradient_kind(name)} & makers.keys():
             raise InputError(f"layers hand on a tensor called '{name}', but the slots of that tensor and of "
                              f"its gradient cannot be called '{taken.pop()}', which is the name of another "
                              "slot: give the tensor another name")
     last = {read: index for index, mine in enumerate(reads) for read in mine.items()}
+    grad = {name: dtype is None for name, dtype in dtypes.items()}
     return [({name for name, maker in last if maker == index},
-             tuple(Read(name, maker, last[name, maker] == index) for name, maker in mine.items()))
+             tuple(Read(name, maker, last[name, maker] == index, grad[name]) for name, maker in mine.items()))
             for index, mine in enumerate(reads)]
 
 
@@ -302,13 +311,15 @@ def _compute_unit(config: Config, members: Sequence[Layer], run: tuple[int, int]
     share, (makes, reads) = share_of(config), handed
     cost = sum((layer.cost(share) for layer in members), Cost())
     sizes = {name: size for layer in members for name, size in layer.makes(share).items()}
+    fixed = {name for layer in members for name in layer.without_grad}
     names = [layer.name for layer in members]
     name = names[0] if len(names) == 1 else f"{names[0]}..{names[-1].rsplit('.', 1)[-1]}"
     traffic = {phase: {axis: size for (when, axis), size in cost.sent.items() if when == phase}
                for phase in ("forward", "input", "weight")}
     return ComputeUnit(name, run, 0, (), cost.kernels, cost.saved_bytes(config.pieces),
                        cost.operands, traffic,
-                       makes=tuple(Handed(name, sizes[name]) for name in sorted(makes)), reads=reads,
+                       makes=tuple(Handed(name, sizes[name], name not in fixed) for name in sorted(makes)),
+                       reads=reads,
                        loss=any(layer.loss for layer in members), adds=all(layer.adds for layer in members),
                        output=members[-1].passes(share),
                        again=tuple(kernel for kernel in cost.kernels if kernel.piece in config.pieces))

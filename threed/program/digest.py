@@ -57,6 +57,9 @@ def _values(entry: Any) -> dict[str, Any]:
     if isinstance(entry, ComputeUnit):  # what was there first was a running softmax: its bytes
         output = values.pop("output")
         values["running_bytes"] = (output and (list(output) if output[2] else output[0])) or 0
+        # `grad` came later
+        values["makes"] = [each if not each.grad else each[:-1] for each in entry.makes]
+        values["reads"] = [each if not each.grad else each[:-1] for each in entry.reads]
     return values
 
 

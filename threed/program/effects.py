@@ -76,21 +76,26 @@ class Passed(NamedTuple):
 
     makes: tuple[Slot, ...]
     reads: tuple[Slot, ...]
+    fixed: tuple[Slot, ...]  # of `makes`, those without a gradient
+    made_gradients: tuple[Slot, ...]  # slots in which the gradients of `makes` are added up
+    read_gradients: tuple[Slot, ...]
 
 
-_NOTHING = Passed((), ())
+_NOTHING = Passed((), (), (), (), ())
 
 
 def _passed(item: Instruction, table: Table) -> Passed:
     unit = table.units[item.unit]
     if not unit.makes and not unit.reads:  # most units
         return _NOTHING
-    return Passed(tuple(Slot(handed.name, item.unit, item.microbatch) for handed in unit.makes),
-                  tuple(Slot(read.name, read.unit, item.microbatch) for read in unit.reads))
+    makes = [(Slot(each.name, item.unit, item.microbatch), each.grad) for each in unit.makes]
+    reads = [(Slot(each.name, each.unit, item.microbatch), each.grad) for each in unit.reads]
+    return Passed(tuple(slot for slot, _ in makes), tuple(slot for slot, _ in reads),
+                  tuple(slot for slot, grad in makes if not grad), _gradients_of(makes), _gradients_of(reads))
 
 
-def _gradients_of(handed: tuple[Slot, ...]) -> tuple[Slot, ...]:
-    return tuple(slot._replace(kind=gradient_kind(slot.kind)) for slot in handed)
+def _gradients_of(handed: Sequence[tuple[Slot, bool]]) -> tuple[Slot, ...]:
+    return tuple(slot._replace(kind=gradient_kind(slot.kind)) for slot, grad in handed if grad)
 
 
 def _computes(item: Instruction, table: Table) -> None:
@@ -119,9 +124,10 @@ def _recompute(item: Instruction, table: Table, _: int) -> Effects:
     _computes(item, table)
     unit, microbatch = item.turn
     kept, passed = (Slot("kept", unit, microbatch),), _passed(item, table)
-    return Effects("compute", (*_params(table, unit), *kept, *passed.reads),
+    again = tuple(slot for slot in passed.makes if slot not in passed.fixed)
+    return Effects("compute", (*_params(table, unit), *kept, *passed.reads, *passed.fixed),
                    (Slot("saved", unit, microbatch),),
-                   updates=passed.makes, frees=kept, groups=table.groups_of(item))
+                   updates=again, frees=kept, groups=table.groups_of(item))
 
 
 def _backward(item: Instruction, table: Table, _: int) -> Effects:
@@ -130,8 +136,8 @@ def _backward(item: Instruction, table: Table, _: int) -> Effects:
     unit, microbatch = item.turn
     passed = _passed(item, table)
     used = (Slot("saved", unit, microbatch), *_slots("grad", unit, microbatch, unit < table.last))
-    used += (*passed.makes, *_gradients_of(passed.makes))  # their readers ran backward before this unit
-    reads, adds = (*_params(table, unit), *used, *passed.reads), _gradients_of(passed.reads)
+    used += (*passed.makes, *passed.made_gradients)  # their readers ran backward before this unit
+    reads, adds = (*_params(table, unit), *used, *passed.reads), passed.read_gradients
     writes = _slots("grad", unit - 1, microbatch, unit > 0)
     if item.op == Op.BACKWARD:
         adds = (*_wgrads(table, unit), *adds)

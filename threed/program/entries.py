@@ -16,6 +16,7 @@ class Handed(NamedTuple):
 
     name: str
     bytes: int
+    grad: bool = True  # False: no gradient belongs to it, and its maker's RECOMPUTE reads it
 
 
 class Read(NamedTuple):
@@ -24,6 +25,7 @@ class Read(NamedTuple):
     name: str
     unit: int  # the unit that makes it
     last: bool  # whether no later unit reads it
+    grad: bool = True  # as its maker's
 
 
 class Reduction(NamedTuple):

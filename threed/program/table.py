@@ -105,8 +105,9 @@ class Table:
     @property
     def handed(self) -> dict[str, str]:
         """Kinds of slots of the tensors that units hand on, and of their gradients -> the tensor's name."""
-        names = {handed.name for unit in self.units for handed in unit.makes}
-        return {**{name: name for name in names}, **{gradient_kind(name): name for name in names}}
+        handed = {each.name: each.grad for unit in self.units for each in unit.makes}
+        return {**{name: name for name in handed},
+                **{gradient_kind(name): name for name, grad in handed.items() if grad}}
 
     def units_of(self, position: int) -> list[int]:
         return [u for u in range(len(self.units)) if self.position(u) == position]

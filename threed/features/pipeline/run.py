@@ -80,7 +80,7 @@ class SavedGraph(NamedTuple):
 
     # Of the unit's input; none where it gets no gradient: tokens, or a sum that the unit only adds to.
     x: list[torch.Tensor]
-    reads: dict[Slot, torch.Tensor]  # tensor of an earlier unit -> its leaf
+    reads: dict[Slot, torch.Tensor]  # tensor of an earlier unit that gets a gradient -> its leaf
     # Roots of its output, of the tensors for later units, and of its loss, those that it has; None where no
     # parameter trains, and no input has a gradient.
     roots: list[Any]
@@ -148,14 +148,16 @@ class PipelineRun:
         x = slots.get(Slot("kept", unit, microbatch))
         if self.table.keeps_stream(unit):
             x = self.stream(unit - 1).whole(self.inputs.give_back(x))
-        _, saved = self._run(unit, microbatch, x, slots, True)
+        _, saved = self._run(unit, microbatch, x, slots, True, again=True)
         slots.put(Slot("saved", unit, microbatch), saved)
 
-    def _run(self, unit: int, microbatch: int, x: torch.Tensor | None, slots: Slots,
-             backward: bool) -> tuple[Out, SavedGraph | None]:
-        """The output of a unit; and what its BACKWARD needs, if there is one. Stores what the unit hands
-        on."""
+    def _run(self, unit: int, microbatch: int, x: torch.Tensor | None, slots: Slots, backward: bool,
+             again: bool = False) -> tuple[Out, SavedGraph | None]:
+        """The output of a unit; and what its BACKWARD needs, if there is one. Stores what the unit hands on.
+        `again`: it has been computed before, and what it made without a gradient stays."""
         given, compute = self._read(unit, microbatch, slots), self._with_graph if backward else self._alone
+        fixed = [each.name for each in self.table.units[unit].makes if again and not each.grad]
+        given |= {slot: slots.get(slot) for slot in (Slot(name, unit, microbatch) for name in fixed)}
         batch = self.runner.fixed(microbatch, self.feed.take(microbatch))
 
         def body(*inputs: torch.Tensor) -> tuple[Tensors, SavedGraph | None]:
@@ -173,7 +175,8 @@ class PipelineRun:
         named = {each.name: not_none(tensor) for each, tensor in zip(makes, tensors[5:], strict=True)}
         output = Out(tensors[0], named, *tensors[1:5])
         for name, value in output.makes.items():
-            slots.put(Slot(name, unit, microbatch), value.detach())
+            if name not in fixed:
+                slots.put(Slot(name, unit, microbatch), value.detach())
         return output, saved
 
     @torch.no_grad()
@@ -188,21 +191,26 @@ class PipelineRun:
         value, leaves = x, list[torch.Tensor]()
         if x is not None and not self.table.units[unit].adds:
             value, leaves = self.stream(unit - 1).open(x, True)
-        reads = {slot: value.detach().requires_grad_() for slot, value in given.items()}
+        graded = {Slot(each.name, each.unit, microbatch)
+                  for each in self.table.units[unit].reads if each.grad}
+        reads = {slot: value.detach().requires_grad_(slot in graded) for slot, value in given.items()}
         with torch.enable_grad(), self.keeping(unit):
             output = self._compute(unit, batch, value, reads)
         roots = self.stream(unit).roots(output.x) if unit < self.table.last else []
-        roots += [output.makes[each.name] for each in self.table.units[unit].makes]
+        roots += [output.makes[each.name] for each in self.table.units[unit].makes if each.grad]
         roots += [] if (trained := _sum(output.loss, output.penalty)) is None else [trained]
-        return output, SavedGraph(leaves, reads, list(map(_root, roots)))
+        graded_leaves = {slot: leaf for slot, leaf in reads.items() if slot in graded}
+        return output, SavedGraph(leaves, graded_leaves, list(map(_root, roots)))
 
     def _compute(self, unit: int, batch: Batch, x: Any,
                  reads: dict[Slot, torch.Tensor]) -> Out:
         """Run a unit's layers one after the other, each with the tensors of this or earlier units that it
-        reads."""
+        reads, and with what it has made before without a gradient."""
         output, given = Out(x), {slot.kind: value for slot, value in reads.items()}
+        again = {slot.kind for slot in reads if slot.unit == unit}
         for layer in self.layers[unit]:
-            out = layer(output.x, batch, **{name: given[name] for name in layer.reads})
+            names = (*layer.reads, *(name for name in layer.without_grad if name in again))
+            out = layer(output.x, batch, **{name: given[name] for name in names})
             out = out if isinstance(out, Out) else Out(out)
             given.update(out.makes)
             logits = out.logits if out.logits is not None else output.logits
@@ -246,7 +254,8 @@ class PipelineRun:
         """Run a unit's graph: gradients of its input, of the tensors it read, and (by hooks) of its weights.
         `delayed`: returns functions that add the gradients of its weights."""
         saved: SavedGraph = slots.get(Slot("saved", unit, microbatch))
-        sums = [_gradient(Slot(read.name, read.unit, microbatch)) for read in self.table.units[unit].reads]
+        sums = [_gradient(Slot(read.name, read.unit, microbatch)) for read in self.table.units[unit].reads
+                if read.grad]
         begun = [slots.get(slot) if slot in slots else None for slot in sums]
         passes_on = unit == 0 or self.table.units[unit].adds  # no gradient of the input is computed
         grads = self._grads(unit, microbatch, slots)
@@ -299,7 +308,7 @@ class PipelineRun:
         grads = list[torch.Tensor]()
         if unit < self.table.last:
             grads = self.stream(unit).gradients(slots.get(Slot("grad", unit, microbatch)))
-        grads += [slots.get(_gradient(Slot(each.name, unit, microbatch))) for each in held.makes]
+        grads += [slots.get(_gradient(Slot(each.name, unit, microbatch))) for each in held.makes if each.grad]
         return [*grads, *([self.loss_grad] if held.loss else [])]
 
     def _mark(self, unit: int, slots: Slots) -> None:

@@ -70,6 +70,18 @@ def test_cpu(ranks):
             CPU.node_gbps * CPU.node_efficiency, 0.05)
 
 
+def test_a_slow_host_is_not_a_slow_gpu():
+    """An H100 whose host launches a kernel in 30 us, and attention's backward in 150: small kernels took as
+    long, and the fit said that the GPU was a third slower than it is."""
+    gpu = replace(load("h100-sxm"), efficiency=0.78, memory_efficiency=0.9, attention_efficiency=0.6)
+    host_us = {"attention": (60, 150)}
+    slow = [point._replace(seconds=max(point.seconds, 1e-6 * least[point.backward]))
+            for point in points(gpu, True) for least in [host_us.get(point.kind, (30, 30))]]
+    found, _ = fitted([RankPoints("NVIDIA H100 80GB HBM3", slow, [], dict(RATES))], Machine(1, 16, "cuda"))
+    for name in ("efficiency", "memory_efficiency", "attention_efficiency"):
+        assert getattr(found, name) == pytest.approx(getattr(gpu, name), 0.02), name
+
+
 def test_gpu():
     """What is not measured is that of the file of this kind of GPU."""
     found, fits = fitted(measured(GPU, True, 4), Machine(4, 64, "cuda"))

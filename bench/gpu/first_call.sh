@@ -8,7 +8,7 @@
 #   --whole       all tests of tests/gpu, all models and all settings of bench/gpu/models.py (what `make gpu` does)
 #   --small       tiny models and few tests, to try this script; so it is without a GPU
 #   PART...       these parts alone, of: wheels facts plain resume fused documents graphs offload verified own
-#                 all_gpus losses tests bench
+#                 all_gpus losses tests calibrate bench
 #
 # It needs one GPU, Python 3.11 or newer with a CUDA build of torch, and either an installed checkout (PYTHON
 # names its Python), or, on a bare machine with torch, numpy, fsspec, jinja2, psutil, pytest, pyyaml, rich,
@@ -21,12 +21,14 @@
 # wandb, hjson, plotly and tree-sitter are not needed here. Nothing is fetched.
 #
 # What it finds is in $OUT (default: build/first_call), written as it comes, so that whoever is killed leaves
-# what there was: summary.md (a row a part), log.txt (all output), gpu.md and gpu.json (the models). No part
-# ends the others. The exit status is 1 if a part failed. A part that is left out has not failed.
+# what there was: summary.md (a row a part), log.txt (all output), hardware.yaml (of `threed calibrate`), gpu.md
+# and gpu.json (the models). No part ends the others. The exit status is 1 if a part failed. A part that is left
+# out has not failed.
 set -uo pipefail
 
 usage() { sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p}' "$0"; }
-parts=(wheels facts plain resume fused documents graphs offload verified own all_gpus losses tests bench)
+parts=(wheels facts plain resume fused documents graphs offload verified own all_gpus losses tests calibrate
+  bench)
 seconds="" whole="" small="" chosen=()
 while (($#)); do
   case $1 in
@@ -56,7 +58,7 @@ child=""
 trap 'rm -rf "$scratch"' EXIT
 trap '[[ ! $child ]] || kill "$child"; exit 130' INT TERM HUP  # timeout passes it on to its part
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 WANDB_MODE=disabled
-rm -f "$out"/{gpu.md,gpu.json}
+rm -f "$out"/{gpu.md,gpu.json,hardware.yaml}
 : >"$out/log.txt"
 printf '# First call\n\n`%s`, %s, %s\n\n| part | status | seconds | says |\n|---|---:|---:|---|\n' \
   "bench/gpu/first_call.sh" "$(date +%F)" "$(uname -sr)" >"$out/summary.md"
@@ -165,7 +167,10 @@ most=$((left > 260 ? left - 210 : 60))
 [[ $whole ]] && tests=(tests/gpu) models=(${small:+--small}) most=1800
 part tests "$most" 20 '(passed|skipped|failed)' "$python" -m pytest -m gpu -rs -p no:cacheprovider \
   --durations=5 "${tests[@]}"
-part bench "$((seconds - SECONDS))" 30 '^measured: ' "$python" -m bench.gpu.models "${models[@]}" \
+hardware=()
+[[ $small ]] || part calibrate 120 40 '^wrote' "$python" -m threed calibrate -o "$out/hardware.yaml" &&
+  [[ -e $out/hardware.yaml ]] && hardware=(--hardware "$out/hardware.yaml")
+part bench "$((seconds - SECONDS))" 30 '^measured: ' "$python" -m bench.gpu.models "${models[@]}" "${hardware[@]}" \
   --seconds "$((seconds - SECONDS - 10))" --markdown "$out/gpu.md" --json "$out/gpu.json"
 
 [[ ! -e $out/gpu.md ]] || { echo; cat "$out/gpu.md"; }

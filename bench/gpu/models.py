@@ -108,7 +108,7 @@ class Bench:
     def model(self, name: str) -> dict[str, Any]:
         """threed's row of a model and torch's seconds, or why there are none."""
         size, args = self.sizes[name], self.args
-        mine = self.apart(name, partial(ours, size, self.machine, args.steps, args.efficiency))
+        mine = self.apart(name, partial(ours, size, self.machine, args.steps, self.hardware))
         if mine.failure is not None:
             return {"failure": mine.failure, "torch_failure": None}
         self.models[name] = {**mine.value._asdict(), "failure": None, "torch_failure": None}
@@ -131,6 +131,10 @@ class Bench:
         if self.args.markdown:
             replace(self.args.markdown, self.text())
 
+    @property
+    def hardware(self) -> str:
+        return self.args.hardware or self.machine.hardware
+
     def line(self) -> str:
         """All of it, in a line."""
         said = [f"{name} {summary(row, self.machine)}" for name, row in self.models.items()]
@@ -144,7 +148,7 @@ class Bench:
             "# One device", "",
             f"`{self.args.command}`, {time.strftime('%Y-%m-%d')}. {here.name}; {cores()}.",
             f"Measured peaks: {here.flops / 1e12:.2f} TFLOPS of products, {here.bytes / 1e9:.0f} GB/s of "
-            f"copies. Predictions: `--hardware {here.hardware(self.args.efficiency)}`.",
+            f"copies. Predictions: `--hardware {self.hardware}`.",
             *(["Without a GPU they only show that they can be made."] if here.name == "no GPU" else []), "",
             *steps_table(self.models, here), *units_table(self.models), *settings_table(self.settings)])
 
@@ -232,9 +236,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=480,
                         help="what is not measured by then is left out (default: 480)")
     parser.add_argument("--small", action="store_true", help="tiny models, as without a GPU")
-    parser.add_argument("--efficiency", type=float, default=0.8,
-                        help="share of the measured peak that predictions take products to reach, where no "
-                             "hardware file is for such a GPU (default: 0.8)")
+    parser.add_argument("--hardware", metavar="FILE",
+                        help="of predictions, as `threed predict` has it (default: that of such a GPU, or 80%% "
+                             "of the measured peaks)")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables here too")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers here too")
     args = parser.parse_args(argv)
@@ -246,8 +250,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     for what, names, there in (("models", args.models, known), ("settings", args.settings, list(SETTINGS))):
         if unknown := [name for name in names if name not in there]:
             parser.error(f"--{what}: there is no {', '.join(unknown)}; there are {', '.join(there)}")
-    if args.steps < 1 or not 0 < args.efficiency <= 1 or not args.seconds > 0:
-        parser.error("--steps must be at least 1, --efficiency above 0 and at most 1, --seconds above 0")
+    if args.steps < 1 or not args.seconds > 0:
+        parser.error("--steps must be at least 1, --seconds above 0")
     return args
 
 

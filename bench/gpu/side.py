@@ -60,11 +60,11 @@ class Machine(NamedTuple):
     flops: float  # a second, of products
     bytes: float  # a second, of copies: read plus written
 
-    def hardware(self, efficiency: float) -> str:
+    @property
+    def hardware(self) -> str:
         """What `threed predict --hardware` is told: the file for such a GPU, or else the measured peaks."""
-        return named_as(self.name) or (
-            f"tflops={self.flops / 1e12:.4g},efficiency={efficiency},"
-            f"memory_gbps={8 * self.bytes / 1e9:.4g}")
+        return named_as(self.name) or (f"tflops={self.flops / 1e12:.4g},efficiency=0.8,"
+                                       f"memory_gbps={8 * self.bytes / 1e9:.4g}")
 
 
 class Row(NamedTuple):
@@ -175,8 +175,8 @@ def measure(config: Config, plan: Plan, comm: Comm, steps: int) -> Run:
     return Run(statistics.median(took), peak, {key: statistics.median(each) for key, each in units.items()})
 
 
-def ours(size: Sizes, here: Machine, steps: int, efficiency: float) -> Row:
-    """A step of threed. DoesNotFit; whatever an engine raises."""
+def ours(size: Sizes, here: Machine, steps: int, hardware: str) -> Row:
+    """A step of threed. `hardware`: as `threed predict --hardware`. DoesNotFit; whatever an engine raises."""
     config, plan = fitting(size, here.memory)
     set_up(config)
     with alone(config) as comm:
@@ -185,7 +185,7 @@ def ours(size: Sizes, here: Machine, steps: int, efficiency: float) -> Row:
     return Row(sum(p.numel for p in plan.table.parameters.values()), config.activation.policy, chosen,
                run.step_s, config.tokens_per_step,
                model_flops(config.model, config.train.global_batch_size) / run.step_s,
-               predict(plan, here.hardware(efficiency))["step_time"], planned_bytes(plan), run.peak,
+               predict(plan, hardware)["step_time"], planned_bytes(plan), run.peak,
                roofs(plan, run, here))
 
 

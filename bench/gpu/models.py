@@ -237,8 +237,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
                         help="what is not measured by then is left out (default: 480)")
     parser.add_argument("--small", action="store_true", help="tiny models, as without a GPU")
     parser.add_argument("--hardware", metavar="FILE",
-                        help="of predictions, as `threed predict` has it (default: that of such a GPU, or 80%% "
-                             "of the measured peaks)")
+                        help="of predictions, as `threed predict` has it (default: that of such a GPU, or "
+                             "80%% of the measured peaks)")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables here too")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers here too")
     args = parser.parse_args(argv)

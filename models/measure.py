@@ -46,8 +46,7 @@ class SilentGroup(Group):
 
     def _exchange(self, output: torch.Tensor, tensor: torch.Tensor, gives: Sequence[int],
                   takes: Sequence[int]) -> Handle:
-        for rows in output.split(list(takes)):
-            rows.copy_(tensor.split(list(gives))[self._index])
+        output.zero_()  # how many rows another rank would have is not known
         return Handle(None)
 
 
@@ -55,6 +54,12 @@ def silent_groups(share: Share, sent: Counter[str]) -> dict[str, Group]:
     """The groups over which layers send, of the last rank of each."""
     return {axis: SilentGroup(axis, range(share.over(axis)), share.over(axis) - 1, sent)
             for axis in axes_of("parameters")}
+
+
+def _roots(out: Out) -> list[torch.Tensor]:
+    """What backward begins with."""
+    every = (out.x, *out.makes.values(), out.loss, out.penalty)
+    return [root for root in every if root is not None and root.requires_grad]
 
 
 class KernelCounter(TorchDispatchMode):
@@ -169,10 +174,10 @@ class Measured:
         handed = {_number(tensor) for tensor in out.makes.values()}  # they are slots of their own
         kept = tuple(Saved(f"{list(tensor.shape)} {tensor.dtype}", tensor.untyped_storage().nbytes())
                      for number, tensor in saved.items() if number not in others | handed)
-        roots = [root for root in (out.x, *out.makes.values(), out.loss) if root is not None]
-        grads = [torch.ones_like(root) for root in roots]
-        if not roots[0].requires_grad:  # frozen, and it reads tokens
+        roots = _roots(out)
+        if not roots or (out.x is not None and roots[0] is not out.x):  # frozen, and it reads tokens
             return Cost(_product(flops), kept, 0, sent)
+        grads = [torch.ones_like(root) for root in roots]
         if leaf is None and not self.reads:  # all of its backward belongs to the weights' half
             operands = sum(saved.bytes for saved in kept) + (0 if self.layer.adds else grads[0].nbytes)
             torch.autograd.backward(roots, grads)
@@ -195,7 +200,7 @@ class Measured:
         leaf = None if first else self.x.detach().requires_grad_()
         with KernelCounter() as forward:
             out = self._forward(leaf)
-        roots = [root for root in (out.x, *out.makes.values(), out.loss) if root is not None]
+        roots = _roots(out)
         grads = [torch.ones_like(root) for root in roots]
         with KernelCounter() as backward:
             torch.autograd.backward(roots, grads)

@@ -65,10 +65,19 @@ def layers_of(config: Config) -> list[Layer]:
     return [layer for cut in cut_layers(config) for layer in cut]
 
 
+def new_layers(config: Config) -> list[Layer]:
+    """The same, as objects that nobody else has: `Layer.build` binds weights to them."""
+    return [layer for cut in _cut(config) for layer in cut]
+
+
 @remembered(lambda config: model_key(config))
 def cut_layers(config: Config) -> list[list[Layer]]:
     """The tiles of each layer of the model. Raises InputError where a layer cannot be cut small enough, or
     must not be cut."""
+    return _cut(config)
+
+
+def _cut(config: Config) -> list[list[Layer]]:
     whole = layers(config.model)
     if config.model.tile_linears is None:
         return [[layer] for layer in whole]

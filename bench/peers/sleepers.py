@@ -29,6 +29,7 @@ from threed.schedules.orders import SCHEDULES, Task
 from threed.schema import Config
 from threed.spec.kernels import Product
 from threed.tensor.context import Batch
+from threed.tensor.loss_sum import NUMBERS
 
 SHAPE = (16, 1, 32)  # of a message: sequence, micro-batch, hidden
 
@@ -137,7 +138,7 @@ class Threed:
         if item.unit < self.table.last:
             slots.put(Slot("act", item.unit, item.microbatch), self.value)
         else:
-            slots.put(Slot("loss"), torch.zeros(1, dtype=torch.float64))
+            slots.put(Slot("loss"), torch.zeros(NUMBERS, dtype=torch.float64))
 
     def backward_input(self, item: Instruction, slots: Slots) -> None:
         nap(self.share.input)

@@ -70,11 +70,11 @@ class Out(NamedTuple):
     makes: Mapping[str, torch.Tensor] = {}  # tensors for later layers of its stage, by name
     # Added to the loss, equal on all ranks with the same samples: a sum / batch.num_tokens.
     loss: torch.Tensor | None = None
-    # As the loss, and trained on as it is, but reported apart from it, and not by evaluations.
-    penalty: torch.Tensor | None = None
     logits: torch.Tensor | None = None  # of each sequence's token `batch.last_B`, [B, V of all ranks]
     # By whose sum over the global batch CLIP divides the loss and STEP the gradients; None: by nothing.
     count: torch.Tensor | None = None
+    # It is trained on as the loss is. It is reported apart from the loss, and not evaluated.
+    penalty: torch.Tensor | None = None
 
 
 class Layer(Part):

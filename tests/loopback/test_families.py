@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from threed.base.errors import ThreedError
 from threed.comm.group import Comm
 from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
+from threed.extend import measured_cost
 from threed.models.tiling import layers_of
 from threed.planner import make_mesh, make_plan
 from threed.schema import Config
@@ -103,6 +105,28 @@ def test_penalties_are_apart_from_the_loss(name, references):
     penalty, = penalties(config)
     assert penalty is not None and penalty == pytest.approx(together.losses[0] - alone.losses[0], rel=1e-4)
     assert penalties(tiny(*SMALL, handing, *HANDING[name])) == [None]
+
+
+@pytest.mark.parametrize("reported", ["loss", "apart"])
+def test_a_layer_says_that_it_adds_to_the_loss(reported, monkeypatch):
+    config = tiny(*SMALL, FAMILY.format("handing.py:HANDING"), f"model.reported={reported}", "parallel.dp=1")
+    plan = make_plan(config)
+    units = tuple(replace(unit, loss=unit.loss and index == plan.table.last)
+                  for index, unit in enumerate(plan.table.units))
+    unsaid = replace(plan, table=replace(plan.table, units=units))
+    with pytest.raises(ThreedError, match=r"blocks\.0 has returned a loss or a penalty.*set `loss = True`"):
+        run_loopback(unsaid, make_mesh(config),
+                     lambda comm: Engine(config, unsaid, comm).train_step(batches(config, comm, 0)))
+
+
+@pytest.mark.parametrize(("family", "index"), [("handing.py:HANDING", 1), ("choosing.py:CHOOSING", 1),
+                                               ("choosing.py:CHOOSING", 2)])
+def test_what_backward_begins_with_is_measured(family, index):
+    """A penalty costs what it costs as part of the loss; a choice gets no gradient."""
+    each = [tiny(*SMALL, FAMILY.format(family), *more) for more in (
+        [["model.reported=loss"], ["model.reported=apart"]] if "handing" in family else [[]])]
+    costs = [measured_cost(layers_of(config)[index], config) for config in each]
+    assert costs[0] == costs[-1] and costs[0].flops > 0 and costs[0].operands > 0
 
 
 def penalties(config: Config) -> list[float | None]:

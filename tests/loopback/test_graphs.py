@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from inspect import signature
+
 import pytest
 import torch
 
@@ -9,10 +11,10 @@ from tests.harness import batches, cell_config, covering, each_value, loopback, 
 from tests.late import be_late
 from tests.recorder import Repeater, record_on_cpu
 from threed.base.errors import InputError, RunError
-from threed.comm.group import Comm
+from threed.comm.group import Comm, Group
 from threed.comm.lanes import Handle
 from threed.engine.engine import Engine
-from threed.engine.graphs import GraphRun
+from threed.engine.graphs import GraphRun, _Outside
 from threed.engine.loopback import ThreadChannel, run_loopback
 from threed.features.zero.storage import Storage
 from threed.models.layers.block import Block
@@ -24,6 +26,13 @@ from threed.schema import Config
 
 GRAPHS = "run.cuda_graphs=true"
 STEPS = 3  # without graphs; they are recorded; they are replayed
+
+
+def test_every_collective_is_left_out_of_graphs():
+    """One that goes to the group itself runs while a graph is recorded, and never again."""
+    collectives = {name for name, value in vars(Group).items() if not name.startswith("_") and callable(value)
+                   and signature(value, eval_str=True).return_annotation is Handle}
+    assert "exchange" in collectives and collectives <= vars(_Outside).keys()
 
 
 def both(config: Config) -> None:

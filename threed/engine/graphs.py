@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -216,13 +217,17 @@ class _Outside:
         return getattr(self._group, name)
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> Handle:
-        return self._call(lambda each: self._group.all_reduce(each, op), tensor)
+        return self._call(partial(self._group.all_reduce, op=op), tensor)
 
     def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor) -> Handle:
         return self._call(self._group.reduce_scatter, output, tensor)
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Handle:
         return self._call(self._group.all_gather, output, tensor)
+
+    def exchange(self, output: torch.Tensor, tensor: torch.Tensor, gives: Sequence[int],
+                 takes: Sequence[int]) -> Handle:
+        return self._call(partial(self._group.exchange, gives=gives, takes=takes), output, tensor)
 
     def _call(self, collective: Callable[..., Handle], *tensors: torch.Tensor) -> Handle:
         record = self._run.recording

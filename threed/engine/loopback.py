@@ -126,6 +126,7 @@ class ThreadGroup(Group):
                   takes: Sequence[int]) -> Handle:
         def finish(parts: list[Sequence[torch.Tensor]]) -> None:
             for into, rows in zip(output.detach().split(list(takes)), parts, strict=True):
+                assert len(into) == len(rows[self.rank()])
                 into.copy_(rows[self.rank()])
 
         return self._call(tensor, finish, gives)

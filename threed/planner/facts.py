@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import compress
 from typing import NamedTuple
 
 from threed.base.errors import InputError
@@ -22,7 +23,7 @@ from threed.features.zero.shard import FlatLayout, layout
 from threed.models.layers.base import Layer
 from threed.models.tiling import cut_layers, layers_of, model_key, share_of, unit_layers
 from threed.optim.registry import OPTIMIZERS
-from threed.planner.unit_kinds import OWN, TIED, parameter_units, persists
+from threed.planner.unit_kinds import OWN, TIED, depends_on, parameter_units, persists
 from threed.program.costs import load_costs
 from threed.program.entries import ComputeUnit, Handed, ParameterUnit, Read, Reduction, gradient_kind
 from threed.program.instruction import KINDS, Instruction, Op, Tier
@@ -62,8 +63,7 @@ def make_mesh(config: Config) -> Mesh:
     return Mesh(tuple(parallel.axis_order.split("-")), config.shard_size, **config.axis_sizes)
 
 
-@remembered(lambda config: (model_key(config), config.shard_size, config.zero.stage,
-                            config.zero.persist_below))
+@remembered(lambda config: (depends_on(config), config.shard_size))
 def layouts(config: Config) -> dict[int, FlatLayout]:
     """Parameter unit -> its flat layout on one rank, cut into shards (whatever the ZeRO stage, so that the
     gradient norm is summed over the same ranges)."""
@@ -90,10 +90,12 @@ def make_table(config: Config, place: tuple[int, ...]) -> Table:
     sizes = parallel.stage_units or stage_sizes(config, len(place))
     stage_of = [stage for stage, size in enumerate(sizes) for _ in range(size)]
     kinds, uses_tied = parameter_units(config), _uses_tied(config)
-    used = [tuple(number for number, held in kinds.items()
-                  if (uses_tied[index] if held.kind == TIED else held.user == index))
-            for index in range(len(runs))]
-    units = tuple(replace(unit, stage=stage, parameters=mine)
+    used = [list[int]() for _ in runs]
+    for number, held in kinds.items():
+        users = [held.user] if held.kind != TIED else compress(range(len(runs)), uses_tied)
+        for user in users:
+            used[user].append(number)
+    units = tuple(replace(unit, stage=stage, parameters=tuple(mine))
                   for unit, stage, mine in zip(_compute_units(config), stage_of, used, strict=True))
     table = Table(units, {}, place, config.num_microbatches, _act_bytes(config), _elements(config),
                   _zero(config), _activation(config), _update(config))

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from threed.base.remember import remembered
 from threed.models.model import tied_parameters
-from threed.models.tiling import unit_layers
+from threed.models.tiling import model_key, unit_layers
 from threed.schema import Config
 from threed.spec.parameter import Parameter
 
@@ -31,7 +32,8 @@ def persists(config: Config, parameter: Parameter) -> bool:
     return config.zero.stage < 3 or parameter.numel < (config.zero.persist_below or 0)
 
 
-# In the order of their numbers. A parameter is of the last kind that takes it.
+# In the order of their numbers. A parameter is of the last kind that takes it. What a kind takes may depend
+# on the keys of `depends_on` alone.
 KINDS: dict[str, UnitKind] = {
     "small": UnitKind(persists, False),  # under ZeRO-3
     "adapters": UnitKind(lambda config, parameter: config.model.lora_rank is not None and parameter.trains,
@@ -39,6 +41,12 @@ KINDS: dict[str, UnitKind] = {
 }
 
 
+def depends_on(config: Config) -> object:
+    """What the parameter units of a config depend on."""
+    return model_key(config), config.zero.stage, config.zero.persist_below
+
+
+@remembered(depends_on)
 def parameter_units(config: Config) -> dict[int, UnitParameters]:
     """Parameter unit -> what it is. Its number is that of its compute unit if it is that one's own. A tied
     embedding has the number after the last compute unit; after it come as many numbers as there are compute

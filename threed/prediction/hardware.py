@@ -130,8 +130,11 @@ def names() -> list[str]:
 
 
 def named_as(device: str) -> str | None:
-    """The name of the hardware file for a GPU, by what it calls itself: "NVIDIA H100 80GB HBM3"."""
-    words = device.replace("-", " ").split()
+    """The name of the hardware file for a GPU, by what it calls itself: "NVIDIA H100 80GB HBM3". Cards that
+    are plugged in are slower: there is none for them."""
+    words = device.upper().replace("-", " ").split()
+    if "PCIE" in words or "NVL" in words:
+        return None
     return next((name for name in names() if name.split("-")[0].upper() in words), None)
 
 

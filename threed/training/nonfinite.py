@@ -31,11 +31,13 @@ class Skipped:
             return
         self.total += 1
         scaler = self._engine.zero.scaler
-        if math.isfinite(clipped.loss) and not hopeless:  # a dynamic loss scale adapts
+        loss_is_finite = math.isfinite(clipped.loss) and math.isfinite(clipped.penalty or 0.0)
+        if loss_is_finite and not hopeless:  # a dynamic loss scale adapts
             self._say(f"step {number}: gradients overflowed at loss scale {clipped.loss_scale:.10g}: the "
                       f"step is skipped, {self.total} so far; the scale is now {scaler.scale:.10g}")
             return
-        what = f"step {number}: not finite (loss {clipped.loss}, gradient norm {clipped.grad_norm})"
+        penalty = "" if clipped.penalty is None else f", penalty {clipped.penalty}"
+        what = f"step {number}: not finite (loss {clipped.loss}{penalty}, gradient norm {clipped.grad_norm})"
         if self._config.train.on_nonfinite == "skip":
             self._leave_out(what)
             return
@@ -43,7 +45,7 @@ class Skipped:
         # The learning rate's step number may differ: the repeated step updates nothing either.
         where = find_nonfinite(self._engine, batch)
         scale = "precision.min_loss_scale" if scaler.dynamic else "precision.loss_scale"
-        high = scale if math.isfinite(clipped.loss) and clipped.loss_scale > 1 else "optimizer.lr"
+        high = scale if loss_is_finite and clipped.loss_scale > 1 else "optimizer.lr"
         raise RunError(f"{what}; {where}. No weight has changed for it. Lower {high}, or set "
                        "train.on_nonfinite=skip to leave such steps out")
 

@@ -152,7 +152,9 @@ def not_finite(trial: Trial) -> Fault:
                 def after(instruction: Instruction, slots: Slots) -> None:
                     if Slot("loss") in slots and self.comm.here.on["tp"] == 0 and not trial.marker.exists():
                         trial.strike(str(instruction))
-                        slots.put(Slot("loss"), value)
+                        sums = slots.get(Slot("loss")).clone()
+                        sums[0] = value
+                        slots.put(Slot("loss"), sums)
 
                 self.after = after
             return original(self, name, batch)

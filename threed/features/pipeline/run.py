@@ -17,11 +17,12 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
+from threed.base.errors import RunError
 from threed.comm.group import Comm
 from threed.comm.lanes import Handle
 from threed.features.pipeline.feed import Feed
 from threed.models.layers.base import Layer, Out
-from threed.models.tiling import layers_of, share_of
+from threed.models.tiling import layers_of, new_layers, share_of
 from threed.program.entries import gradient_kind
 from threed.program.instruction import WHOLES, Instruction, Op, Slot
 from threed.program.slots import Slots
@@ -89,7 +90,7 @@ class SavedGraph(NamedTuple):
 def built(config: Config, table: Table, units: Iterable[int], context: Context,
           parameters: Mapping[str, nn.Parameter]) -> dict[int, list[Layer]]:
     """The layers of some units, bound to the parameters of a rank (key -> parameter)."""
-    layers = layers_of(config)
+    layers = new_layers(config)
     return {unit: [layer.build(context, parameters) for layer in layers[slice(*table.units[unit].layers)]]
             for unit in units}
 
@@ -137,6 +138,9 @@ class PipelineRun:
             slots.put(Slot("act", unit, microbatch), not_none(output.x).detach())
         if output.logits is not None:
             slots.put(Slot("logits", unit, microbatch), output.logits)
+        if not self.table.units[unit].loss and (output.loss is not None or output.penalty is not None):
+            raise RunError(f"{self.table.units[unit].name} has returned a loss or a penalty, and none of its "
+                           "layers has said so: set `loss = True` on the layer that returns it")
         if self.table.units[unit].loss and instruction.keep != "logits":
             loss, more = Slot("loss"), addend(output.loss, output.count, output.penalty, self._constants)
             slots.put(loss, slots.get(loss) + more if loss in slots else more)
@@ -166,7 +170,7 @@ class PipelineRun:
             output, saved = compute(unit, microbatch, batch, first, reads)
             made = self.stream(unit).close(output.x, name) if unit < self.table.last else None
             handed = [output.makes[each.name] for each in makes]
-            return [made, output.loss, output.penalty, output.logits, output.count, *handed], saved
+            return [made, output.loss, output.logits, output.count, output.penalty, *handed], saved
 
         makes, name = self.table.units[unit].makes, self.table.units[unit].name
         inputs = [x, *given.values()] if x is not None else [*given.values()]
@@ -214,8 +218,8 @@ class PipelineRun:
             out = out if isinstance(out, Out) else Out(out)
             given.update(out.makes)
             logits = out.logits if out.logits is not None else output.logits
-            output = Out(out.x, {**output.makes, **out.makes}, _sum(output.loss, out.loss),
-                         _sum(output.penalty, out.penalty), logits, out.count)
+            output = Out(out.x, {**output.makes, **out.makes}, _sum(output.loss, out.loss), logits, out.count,
+                         _sum(output.penalty, out.penalty))
         wanted = {handed.name for handed in self.table.units[unit].makes}
         return output._replace(makes={name: value for name, value in output.makes.items() if name in wanted})
 

@@ -154,17 +154,21 @@ class Reference:
             batch = Batch(data.tokens_GS[rows], data.labels_GS[rows], samples, self.config.train.seed, count,
                           train)
             if data.positions_GS is None:
-                yield self.loss(batch)
+                yield self.parts(batch)
             else:
                 # One by one: nothing but the divisor knows of other documents.
                 assert not self.config.model.dropout and not self.config.model.attention_dropout
-                parts = [self.loss(replace(batch, tokens_BS=batch.tokens_BS[row:row + 1, place],
-                                           labels_BS=batch.labels_BS[row:row + 1, place]))
+                parts = [self.parts(replace(batch, tokens_BS=batch.tokens_BS[row:row + 1, place],
+                                            labels_BS=batch.labels_BS[row:row + 1, place]))
                          for row in range(self.micro) for place in data.documents(first + row)]
                 yield torch.stack([loss for loss, _ in parts]).sum(), sum(penalty for _, penalty in parts)
 
-    def loss(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | float]:
-        """The part of some sequences of one length, and its penalty."""
+    def loss(self, batch: Batch) -> torch.Tensor:
+        """The part of some sequences of one length."""
+        return self.parts(batch)[0]
+
+    def parts(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | float]:
+        """The same, and their penalty."""
         length = batch.tokens_BS.shape[1]
         if length != self.context.model.seq_len:
             self.context.model = replace(self.context.model, seq_len=length)

@@ -20,7 +20,8 @@ from threed.program.plan import Plan
 
 
 def layer(name: str, reads: tuple[str, ...] = (), makes: tuple[str, ...] = ()) -> Any:
-    return SimpleNamespace(name=name, reads=reads, makes=lambda share: dict.fromkeys(makes, 4))
+    return SimpleNamespace(name=name, reads=reads, makes=lambda share: dict.fromkeys(makes, 4),
+                           without_grad={})
 
 
 @pytest.mark.parametrize("names", [("act",), ("rad",), ("part",), ("shard",), ("kip", "gkip")])

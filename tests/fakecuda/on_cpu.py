@@ -34,6 +34,7 @@ ON_CPU: dict[str, str] = {
     "test_own_layers.py::test_flat_over_steps": "its loss resizes an output",
     "test_own_layers.py::test_kept_is_what_the_plan_says": "it measures a CPU's memory",
     "test_prediction.py": "it measures time",
+    "test_release.py::test_an_engine_leaves_nothing[graphs": "it records on a CPU",
     "test_saved.py": "it measures a CPU's memory",
     "test_search.py": "it has no device",
     "test_traffic.py": "it has no device",

@@ -60,6 +60,11 @@ def share_of(config: Config) -> Share:
                  BYTES[config.precision.dtype], config.data.document_mask, config.masked)
 
 
+def model_key(config: Config) -> object:
+    """What the layers of a config, and how they are cut into units, depend on."""
+    return repr(config.model), repr(share_of(config)), config.parallel.layers_per_unit
+
+
 def layers_of(config: Config) -> list[Layer]:
     """The layers of a config, first to last: those of its model, cut into tiles."""
     return [layer for cut in cut_layers(config) for layer in cut]
@@ -70,7 +75,7 @@ def new_layers(config: Config) -> list[Layer]:
     return [layer for cut in _cut(config) for layer in cut]
 
 
-@remembered(lambda config: model_key(config))
+@remembered(model_key)
 def cut_layers(config: Config) -> list[list[Layer]]:
     """The tiles of each layer of the model. Raises InputError where a layer cannot be cut small enough, or
     must not be cut."""
@@ -113,11 +118,6 @@ def _fewest(size: int, cells: int, limit: int) -> int:
         if cells % count == 0:
             return count
     return 0
-
-
-def model_key(config: Config) -> object:
-    """What the layers of a config, and how they are cut into units, depend on."""
-    return repr(config.model), repr(share_of(config)), config.parallel.layers_per_unit
 
 
 @remembered(model_key)

@@ -10,7 +10,7 @@ group of ranks that it brings. The group with the name of an axis is all ranks a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -145,9 +145,7 @@ class Mesh:
         """The coordinate of a rank."""
         if not 0 <= rank < self.size:
             raise ValueError(f"rank {rank} is outside the mesh of {self.size}")
-        at = {}
-        for axis in reversed(self.order):
-            rank, at[axis] = divmod(rank, self.sizes[axis])
+        at = self.at(rank, self.order)
         return Coordinate({axis: at[axis] for axis in AXES})
 
     def rank(self, **at: int) -> int:
@@ -176,22 +174,22 @@ class Mesh:
         """Ranks along these axes together."""
         return prod(self.sizes[axis] for axis in axes)
 
-    def number(self, here: Coordinate, axes: Iterable[str]) -> int:
+    def number(self, here: Coordinate, axes: Collection[str]) -> int:
         """Of a rank among all ranks along these axes, in the order of the mesh."""
         number = 0
         for axis in self._in_order(axes):
             number = number * self.sizes[axis] + here.on[axis]
         return number
 
-    def at(self, number: int, axes: Iterable[str]) -> dict[str, int]:
+    def at(self, number: int, axes: Collection[str]) -> dict[str, int]:
         """The coordinates on these axes of the rank with this number among those along them."""
         at = {}
         for axis in reversed(self._in_order(axes)):
             number, at[axis] = divmod(number, self.sizes[axis])
         return at
 
-    def _in_order(self, axes: Iterable[str]) -> list[str]:
-        return sorted(axes, key=self.order.index)
+    def _in_order(self, axes: Collection[str]) -> list[str]:
+        return [axis for axis in self.order if axis in axes]
 
     def groups(self, name: str) -> list[tuple[int, ...]]:
         """All groups called `name`, sorted by their least rank: every rank opens them in this order."""

@@ -81,15 +81,16 @@ def make_table(config: Config, place: tuple[int, ...]) -> Table:
         layers = f" in {len(together)} layers" if len(together) < len(runs) else ""
         raise InputError(f"parallel.schedule={parallel.schedule} has {len(place)} stages; the model has "
                          f"{len(runs)} units{layers}, and parallel.stage_units={parallel.stage_units}")
-    ends, tied, laid_out = {place[0], place[-1]}, len(runs), layouts(config)
-    if tied in laid_out and not (place[0] == 0 and place[-1] in (0, parallel.pp - 1)):
+    ends, laid_out, kinds = {place[0], place[-1]}, layouts(config), parameter_units(config)
+    tied = any(unit.kind == TIED for unit in kinds.values())
+    if tied and not (place[0] == 0 and place[-1] in (0, parallel.pp - 1)):
         raise InputError(f"parallel.schedule={parallel.schedule} has the embedding on position {place[0]} "
                          f"and the head on {place[-1]}; tied embeddings need the embedding on the first "
                          "position and the head on the first or the last: change the order of the rows, or "
                          "set model.tie_embeddings=false")
     sizes = parallel.stage_units or stage_sizes(config, len(place))
     stage_of = [stage for stage, size in enumerate(sizes) for _ in range(size)]
-    kinds, uses_tied = parameter_units(config), _uses_tied(config)
+    uses_tied = _uses_tied(config)
     used = [list[int]() for _ in runs]
     for number, held in kinds.items():
         users = [held.user] if held.kind != TIED else compress(range(len(runs)), uses_tied)

@@ -9,7 +9,7 @@ priced with passes over that matrix (`attention_passes`), and nothing is compute
 (`contention=1`). Its tp ranks send a part each of a message (`parallel.split_messages`). Rows of torchtitan
 ran FSDP2 with flash attention on H100 of 96 GB at 2.4 TB/s and 500 W. Neither had a loss by kernels that
 write the gradient over the logits, as threed's fused pieces have: theirs is priced as separate operations.
-Rows of threed are those of results/gpu.md: one H100 SXM of 80 GB, bf16, cuDNN's attention.
+Rows of threed are those of results/gpu.md: one H100 SXM of 80 GB, one H200, bf16, cuDNN's attention.
 """
 
 from __future__ import annotations
@@ -63,9 +63,11 @@ TORCHTITAN = ((8, False, 5762), (8, True, 6667), (128, False, 5605), (128, True,
 # At 500 W instead of 700 the clock is lower under load; `efficiency` is fitted to these rows.
 H100_96GB = "h100-sxm,memory_gb=96,memory_gbps=19200,efficiency=0.47"
 
-# threed, results/gpu.md: what is recomputed, and milliseconds of a step
-THREED = {"125M-2k": ("none", 165.5), "1.3B-2k": ("none", 1074.5), "1.3B-8k": ("none", 1335.1),
-          "2.7B-4k": ("full", 2786.6)}
+# threed, results/gpu.md: hardware -> what is recomputed, and milliseconds of a step
+THREED = {
+    "h100-sxm": {"125M-2k": ("none", 165.5), "1.3B-2k": ("none", 1074.5), "1.3B-8k": ("none", 1335.1),
+                 "2.7B-4k": ("full", 2786.6)},
+    "h200-sxm": {"125M-2k": ("none", 166.9), "1.3B-2k": ("none", 1040.6), "2.7B-4k": ("none", 2113.7)}}
 
 
 class Row(NamedTuple):
@@ -126,10 +128,10 @@ def torchtitan() -> list[Row]:
     return rows
 
 
-def own() -> list[Row]:
+def own(hardware: str) -> list[Row]:
     return [Row("GPT", name, make_plan(make_config(LARGE[name], 1, f"activation.policy={policy}")),
-                "h100-sxm", ms / 1e3)
-            for name, (policy, ms) in THREED.items()]
+                hardware, ms / 1e3)
+            for name, (policy, ms) in THREED[hardware].items()]
 
 
 def spearman(left: Sequence[float], right: Sequence[float]) -> float:
@@ -186,7 +188,8 @@ def main() -> None:
     args = parser.parse_args()
     for title, rows, names in (("A100, Megatron-LM", vtrain(), FITTED),
                                ("H100, torchtitan", torchtitan(), ("efficiency",)),
-                               ("H100, threed", own(), ("efficiency",))):
+                               ("H100, threed", own("h100-sxm"), ("efficiency",)),
+                               ("H200, threed", own("h200-sxm"), ("efficiency",))):
         fitted = fit(rows, names) if args.fit else None
         constants = [f"{name}: {getattr(fitted, name):.3f}" for name in names if fitted]
         print(f"{title}{', fitted ' if fitted else ''}{', '.join(constants)}:\n\n{table(rows, fitted)}\n")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from threed.devices.settings import EXACT_FROM
+from threed.devices.settings import EXACT_FROM, version
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -20,16 +20,16 @@ from threed.tensor.pool import Pool
 import torch
 set_up(tiny())
 torch.cuda.set_device(0)
-pool = Pool({3 << 20: 11}, torch.float32, torch.device("cpu"), pinned=True, for_disk=True)
+pool = Pool({3 << 20: 11}, torch.float32, torch.device("cpu"), pin=True, for_disk=True)
 assert pool.take(1).is_pinned()
-print(torch.cuda.host_memory_stats()["allocated_bytes.current"])
+print(torch.cuda.host_memory_stats().get("allocated_bytes.current", 0))
 """
 
 
-@pytest.mark.skipif(tuple(map(int, torch.__version__.split(".")[:2])) < EXACT_FROM, reason="torch rounds")
 def test_pinned_memory_is_not_rounded():
-    """132 MiB, which took 256."""
+    """132 MiB, which took 256. (By older versions of torch they are not allocated, but registered.)"""
     done = subprocess.run([sys.executable, "-c", CODE], cwd=Path(__file__).parents[2], capture_output=True,
                           text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert 132 << 20 <= int(done.stdout) < 133 << 20
+    least = 132 << 20 if version() >= EXACT_FROM else 0
+    assert least <= int(done.stdout) < least + (1 << 20)

@@ -37,12 +37,16 @@ def set_up(attention: Mapping[str, bool], deterministic: bool) -> None:
         torch.utils.deterministic.fill_uninitialized_memory = False
 
 
+def version() -> tuple[int, ...]:
+    """torch's, as two numbers."""
+    return tuple(map(int, torch.__version__.split(".")[:2]))
+
+
 def _pin_exactly() -> None:
     """Have torch pin no more host memory than it is asked for, above 1 MiB. By itself it rounds up to a power
     of two, so that freed memory fits another request, and 2.6 GB take 4.3. What a run pins is large, and
-    lives as long as the run. (Pages registered by hand, with cudaHostRegister, would do in older versions of
-    torch, too; but torch keeps its own memory until copies that are under way have ended.)"""
-    if tuple(map(int, torch.__version__.split(".")[:2])) < EXACT_FROM:
+    lives as long as the run. (Older versions have no such setting: see `pinned`.)"""
+    if version() < EXACT_FROM:
         return
     # Of these torch reads the first that is set; it reads it when memory is pinned first.
     names = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"

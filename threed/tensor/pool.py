@@ -12,21 +12,22 @@ from collections import deque
 import torch
 
 from threed.base.quantity import ALIGNMENT
+from threed.devices import pinned
 
 
 class Pool:
     """A fixed number of flat buffers of each size. Buffers of one size are one piece of memory. A smaller
     tensor is the beginning of a buffer of the next larger size."""
 
-    def __init__(self, counts: dict[int, int], dtype: torch.dtype, device: torch.device, pinned: bool = False,
+    def __init__(self, counts: dict[int, int], dtype: torch.dtype, device: torch.device, pin: bool = False,
                  for_disk: bool = False):
-        """`counts`: elements -> how many buffers of that size. `pinned`: host memory that a GPU copies from
+        """`counts`: elements -> how many buffers of that size. `pin`: host memory that a GPU copies from
         and to directly. `for_disk`: host memory that begins at a multiple of ALIGNMENT, as do its buffers if
         their sizes are multiples, too."""
         self._free: dict[int, deque[torch.Tensor]] = {}
         for numel, count in counts.items():
-            make = aligned if for_disk else torch.zeros
-            arena = make(numel * count, dtype=dtype, device=device, pin_memory=pinned).view(count, numel)
+            make = aligned if for_disk else flat
+            arena = make(numel * count, dtype, device, pin).view(count, numel)
             # `.data` gives each buffer its own version counter. With one for all of them, a lane that writes
             # into one buffer would make autograd refuse, now and then, what it saves of another.
             self._free[numel] = deque(buffer.data for buffer in arena)
@@ -59,10 +60,13 @@ class Pool:
         return self._sizes[bisect_left(self._sizes, numel)]
 
 
-def aligned(numel: int, dtype: torch.dtype, device: torch.device, pin_memory: bool) -> torch.Tensor:
+def flat(numel: int, dtype: torch.dtype, device: torch.device, pin: bool) -> torch.Tensor:
+    return pinned.zeros(numel, dtype) if pin else torch.zeros(numel, dtype=dtype, device=device)
+
+
+def aligned(numel: int, dtype: torch.dtype, device: torch.device, pin: bool) -> torch.Tensor:
     """Flat zeros on the host that begin at a multiple of ALIGNMENT, so that a disk can be read into them
     directly."""
-    whole = torch.zeros(numel * dtype.itemsize + ALIGNMENT, dtype=torch.uint8, device=device,
-                        pin_memory=pin_memory)
+    whole = flat(numel * dtype.itemsize + ALIGNMENT, torch.uint8, device, pin)
     start = -whole.data_ptr() % ALIGNMENT
     return whole[start:start + numel * dtype.itemsize].view(dtype)

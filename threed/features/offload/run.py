@@ -56,7 +56,7 @@ class OffloadRun:
                  states: Mapping[int, Offloaded]):
         self.comm, self.table, self.states = comm, table, states
         self.kept = Pool(buffers.host_kept, dtype, torch.device("cpu"),
-                         pinned=device_of(comm.device).asynchronous)
+                         pin=device_of(comm.device).asynchronous)
 
     def handlers(self) -> dict[Op, Callable[[Instruction, Slots], Job | None]]:
         return {Op.OFFLOAD: self.offload, Op.FETCH: self.fetch}

@@ -14,7 +14,7 @@ from threed.program.table import Table
 from threed.schema import Config
 from threed.tensor.disk import Disk
 from threed.tensor.layers import WeightGrads
-from threed.tensor.pool import Pool
+from threed.tensor.pool import Pool, flat
 from threed.tensor.precision import Precision
 
 
@@ -61,7 +61,7 @@ class Storage(NamedTuple):
         self.grads.rewind()
 
     def on_host(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.zeros(numel, dtype=dtype, pin_memory=device_of(self.device).asynchronous)
+        return flat(numel, dtype, torch.device("cpu"), device_of(self.device).asynchronous)
 
     @torch.no_grad()
     def add_to(self, host: torch.Tensor, part: torch.Tensor) -> None:

@@ -7,7 +7,7 @@ shapes, bytes and FLOPs are right, but values are not.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from threed.base.mesh import axes_of
+from threed.base.mesh import GROUPS, axes_of
 from threed.comm.group import Group, Handle
 from threed.models.layers.base import Layer, Out
 from threed.schema import ModelConfig
@@ -50,10 +50,13 @@ class SilentGroup(Group):
         return Handle(None)
 
 
-def silent_groups(share: Share, sent: Counter[str]) -> dict[str, Group]:
-    """The groups over which layers send, of the last rank of each."""
-    return {axis: SilentGroup(axis, range(share.over(axis)), share.over(axis) - 1, sent)
-            for axis in axes_of("parameters")}
+def silent_groups(share: Share, sent: Counter[str],
+                  ranks: Mapping[str, int] | None = None) -> dict[str, Group]:
+    """All groups, of the last rank of each. `ranks`: group -> its ranks, where it is not an axis of `share`;
+    one, where it is not there."""
+    sizes = {**dict.fromkeys(GROUPS, 1), **(ranks or {}),
+             **{axis: share.over(axis) for axis in axes_of("parameters")}}
+    return {name: SilentGroup(name, range(size), size - 1, sent) for name, size in sizes.items()}
 
 
 def _roots(out: Out) -> list[torch.Tensor]:

@@ -140,6 +140,7 @@ def together(units: Sequence[Sequence[Layer]]) -> list[int]:
             for maker in (makers.get(name, index) for name in layer.reads):
                 joined[maker + 1:index + 1] = [True] * (index - maker)
             makers |= dict.fromkeys(layer.makes(Share()), index)
+            makers |= {way.becomes: index for way in layer.travels.values()}
     lengths: list[int] = []
     for with_before in joined:
         if not with_before:

@@ -74,7 +74,7 @@ def be_late(monkeypatch: pytest.MonkeyPatch, seed: int, late: float = 0.7,
 
     def spoiled(self: Engine, *args, **options) -> None:
         init(self, *args, **options)
-        for op in (Op.GATHER, Op.FETCH, Op.STEP, Op.REDUCE):
+        for op in (Op.GATHER, Op.FETCH, Op.STEP, Op.REDUCE):  # what travels has no value before its job
             self.handlers[op] = _spoiling(self, self.handlers[op])
 
     monkeypatch.setattr(Engine, "__init__", spoiled)
@@ -86,8 +86,8 @@ def _spoiling(engine: Engine, handler: Callable) -> Callable:
     """The handler, whose job has a `spoil`: it overwrites what the job will write."""
     def handle(instruction, slots: Slots):
         job = handler(instruction, slots)
-        if job is None:
-            return None
+        if job is None or instruction.travels:
+            return job
         unit, kept = instruction.unit, slice(0, 0)
         if instruction.op == Op.GATHER:
             slot, state = Slot("param", unit), engine.states[unit]

@@ -29,7 +29,7 @@ from threed.models.layers.block import Block, Branch
 from threed.models.layers.embedding import Embedding
 from threed.models.layers.head import Head
 from threed.models.layers.mlp import Mlp
-from threed.models.layers.parts import Column, Dropout, Held, Norm, Row, cut_over
+from threed.models.layers.parts import Column, Dropout, Held, Norm, Row, added, cut_over
 from threed.models.tiling import layers_of, share_of
 from threed.optim.base import Buffer, Optimizer, Update, View
 from threed.optim.registry import OPTIMIZERS
@@ -40,14 +40,15 @@ from threed.program.table import Table
 from threed.schedules.orders import SCHEDULES, Order, Schedule, Task
 from threed.schema import Config, ModelConfig, ParallelConfig
 from threed.spec.parameter import SEQUENCE, WHOLE, Cost, Cut, Parameter, Rows, Saved, Share, Tile
+from threed.spec.travel import Exchanged, Gathered
 
 __all__ = [
-    "AXES", "GROUPS", "OPTIMIZERS", "SCHEDULES", "SEQUENCE", "WHOLE", "Attention", "Block",
-    "Branch", "Buffer", "Column", "Cost", "Cut", "Dropout", "Embedding", "F", "Family", "GroupRow", "Head",
-    "Held", "Instruction", "Layer", "Logits", "Mlp", "ModelConfig", "Norm", "Op", "Optimizer", "Order",
-    "Out", "ParallelConfig", "Parameter", "Part", "Pass", "Programs", "Row", "Rows", "Saved", "Schedule",
-    "Share", "Table", "Task", "Tile", "Update", "View", "cut_over", "family_of", "gpt", "layers_of",
-    "llama", "make_mesh", "measured_cost", "share_of", "torch"]
+    "AXES", "GROUPS", "OPTIMIZERS", "SCHEDULES", "SEQUENCE", "WHOLE", "Attention", "Block", "Branch",
+    "Buffer", "Column", "Cost", "Cut", "Dropout", "Embedding", "Exchanged", "F", "Family", "Gathered",
+    "GroupRow", "Head", "Held", "Instruction", "Layer", "Logits", "Mlp", "ModelConfig", "Norm", "Op",
+    "Optimizer", "Order", "Out", "ParallelConfig", "Parameter", "Part", "Pass", "Programs", "Row", "Rows",
+    "Saved", "Schedule", "Share", "Table", "Task", "Tile", "Update", "View", "added", "cut_over",
+    "family_of", "gpt", "layers_of", "llama", "make_mesh", "measured_cost", "share_of", "torch"]
 
 
 def measured_cost(layer: Layer, config: Config) -> Cost:

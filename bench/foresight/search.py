@@ -47,7 +47,7 @@ def errors(count: int) -> Iterator[str]:
     for (name, layers, batch, most), machine in cases:
         base = threed.load(f"configs/{name}.yaml",
                            [f"model.layers={layers}", f"train.global_batch_size={batch}", *QUIET])
-        some = list(compared(base, Hardware.parse(machine), 11, count // len(cases), most, transient))
+        some = list(compared(base, Hardware.parse(machine), 11, -(-count // len(cases)), most, transient))
         yield line(f"{name}, {layers} layers, batch {batch}", machine, some)
         rows += some
     yield line("all", "", rows)
@@ -81,7 +81,8 @@ def searched(config: str, devices: int) -> Iterator[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--layouts", type=int, default=300, help="random ones, over all models and machines")
+    parser.add_argument("--layouts", type=int, default=300,
+                        help="random ones, as many of each model and machine")
     parser.add_argument("--searches", action="store_true", help="and the two whole searches")
     parser.add_argument("--markdown", type=Path)
     given = parser.parse_args()

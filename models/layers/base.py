@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
 from threed.spec.parameter import WHOLE, Cost, Outflow, Parameter, Share, Tile
+from threed.spec.travel import Exchanged, Gathered
 
 if TYPE_CHECKING:
     import torch
@@ -83,7 +84,9 @@ class Layer(Part):
 
     name: str
     tile: Tile = WHOLE
-    adds = False  # whether it only adds to its input: it keeps nothing, and passes the gradient on unchanged
+    # Whether it only adds to its input: it keeps nothing, and passes the gradient on unchanged. It is called
+    # with None when it is computed again, and returns what it adds, or None if that is nothing (`added`).
+    adds = False
     tokens = False  # whether it embeds the batch's tokens; the first layer does
     loss = False  # whether it adds to the loss or has a penalty; the last layer does
     reads: tuple[str, ...] = ()  # names of tensors that earlier layers hand it
@@ -92,6 +95,8 @@ class Layer(Part):
     # Those that it makes or reads to which no gradient belongs: name -> dtype, such as int64. What it made of
     # them in forward is given to it when its forward is computed again: a choice stays as it was.
     without_grad: Mapping[str, str] = {}
+    # How tensors that it makes travel to other ranks before later layers read them: name -> way.
+    travels: Mapping[str, Gathered | Exchanged] = {}
     # What its tensors' shapes depend on beside the config, such as "how many tokens an expert gets". No CUDA
     # graph can hold such a layer.
     shapes_from = ""

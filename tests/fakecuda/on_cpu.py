@@ -37,6 +37,7 @@ ON_CPU: dict[str, str] = {
     "test_release.py::test_an_engine_leaves_nothing[graphs": "it records on a CPU",
     "test_saved.py": "it measures a CPU's memory",
     "test_search.py": "it has no device",
+    "test_travel.py::test_graphs": "it records on a CPU",
     "test_traffic.py": "it has no device",
     "test_transient.py": "it measures a CPU's memory",
     "test_verify.py::test_a_backward_in_two_halves": "on a GPU one bit is within the tolerance",

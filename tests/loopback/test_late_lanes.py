@@ -41,6 +41,7 @@ def test_all_at_once(cell, references, monkeypatch):
 
 SMALL = ["model.layers=3", "model.hidden=16", "model.heads=4", "model.seq_len=8", "model.vocab=30",
          "model.vocab_multiple=16", "train.global_batch_size=4", "parallel.dp=2"]
+TRAVEL = "model.family=tests/families/travelling.py:TRAVELLING"
 CPU = ["zero.stage=3", "zero.prefetch=2", "offload.optimizer=cpu", "offload.parameters=cpu"]
 
 
@@ -57,6 +58,9 @@ CONFIGS: dict[str, list[str]] = {
     "cpu": CPU,
     "cpu-zero1": ["zero.stage=1", "offload.optimizer=cpu"],
     "nvme": ["zero.stage=3", "offload.optimizer=nvme", "offload.parameters=nvme"],
+    "travel": [TRAVEL, "zero.stage=2", "activation.policy=full"],
+    "travel-gathered": [TRAVEL, "model.by=gather", "zero.stage=3", "parallel.pp=2",
+                        "parallel.schedule=zb-h1"],
     "kept": ["activation.policy=full", "activation.offload=cpu", "zero.stage=1"],
 }
 

@@ -66,6 +66,7 @@ DELAYED = ("offload.delayed_update=true", "train.steps=3")  # each of its progra
 CPU, NVME = "offload.optimizer=cpu", "offload.optimizer=nvme"
 
 FULL, PARTITION, KEPT_CPU = ("activation.policy=full",), "activation.partition=true", "activation.offload=cpu"
+TRAVEL = "model.family=tests/families/travelling.py:TRAVELLING"
 IN_PARTS = "parallel.split_messages=on"
 TILES = ("model.tile_linears=256", "model.heads=4")
 
@@ -144,6 +145,10 @@ CASES = {
     "delayed-nvme-zero3": Case(80, 1, 3, dp=2, others=(ZERO_3, NVME, UNTIED, *DELAYED)),
     "nvme-zero3-tied": Case(80, 2, 2, dp=2,
                             others=(ZERO_3, NVME, "offload.parameters=nvme", "zero.residency=2")),
+    "travel": Case(100, 1, 2, dp=2, others=(TRAVEL, UNTIED)),
+    "travel-equal-zb-h1-zero3": Case(60, 2, 2, dp=2, others=(TRAVEL, "model.by=equal", ZERO_3,
+                                                             "parallel.schedule=zb-h1")),
+    "travel-gathered-full": Case(80, 1, 2, dp=2, others=(TRAVEL, "model.by=gather", *FULL, ZERO_2, UNTIED)),
     "parts": Case(100, 2, 3, tp=2, others=(IN_PARTS,)),
     "parts-interleaved": Case(60, 2, 3, tp=2, others=(IN_PARTS, *INTERLEAVED, UNTIED)),
     "parts-partition-zb-v-zero3": Case(60, 2, 2, dp=2, tp=2, others=(
@@ -154,10 +159,10 @@ CASES = {
 # Moves more often than the rest: most of what is accepted is another order.
 KINDS = ("delete", "duplicate", "swap", "move", "move", "nudge", "nudge", "nudge", "unit", "microbatch",
          "peer", "word", "word", "op", "more", "more")
-ZERO = (Op.GATHER, Op.RELEASE, Op.REDUCE, Op.CLIP, Op.STEP, *MOVES)
+ZERO = (Op.GATHER, Op.RELEASE, Op.REDUCE, Op.EXCHANGE, Op.CLIP, Op.STEP, *MOVES)
 WORDS = {**instruction.WORDS, "tier": tuple(Tier), "group": ("", *mesh.GROUPS),
          "kind": ("", "act", "grad", "param", "gshard", "pshard", "state", "kept", "kpart", "actpart",
-                  "gradpart")}
+                  "gradpart", "sent", "came", "gsent", "gcame", "gives", "takes", "answer", "greturned")}
 
 
 def change(program: list[Instruction], rng: random.Random) -> None:

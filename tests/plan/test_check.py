@@ -8,12 +8,13 @@ from functools import cache
 
 import pytest
 
+from tests.harness import tiny
 from threed.base.errors import PlanError
 from threed.config.load import load
 from threed.planner import make_plan
 from threed.program.check import check_programs, describe
 from threed.program.effects import effects
-from threed.program.instruction import FIELDS, MOVES, Instruction, Op
+from threed.program.instruction import COLLECTIVES, FIELDS, MOVES, Instruction, Op
 from threed.program.link import link
 from threed.program.plan import Plan
 from threed.program.seam import seam_of
@@ -362,8 +363,8 @@ def test_describe_at_the_ends():
 def test_every_op_has_effects_and_fields():
     """A new op that is forgotten in one of the two places where its meaning is."""
     assert set(FIELDS) == set(Op)
-    plan = plan_of()
+    table = make_plan(tiny("model.family=tests/families/travelling.py:TRAVELLING", "parallel.dp=2")).table
     for op in Op:
-        kind = {S: "act", R: "act", **dict.fromkeys(MOVES, "kept")}.get(op, "")
-        group = "dp" if op in (Op.GATHER, Op.REDUCE) else ""
-        assert effects(Instruction(op, 1, 0, kind, group=group, peer=1), plan.table, 0).lane
+        kind = {S: "act", R: "act", **dict.fromkeys(MOVES, "kept"), Op.EXCHANGE: "sent"}.get(op, "")
+        group, microbatch = ("dp" if op in COLLECTIVES else ""), (-1 if op in (Op.GATHER, Op.REDUCE) else 0)
+        assert effects(Instruction(op, 1, microbatch, kind, group=group, peer=1), table, 0).lane

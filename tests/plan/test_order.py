@@ -16,6 +16,7 @@ from threed.schema import Config
 ZERO_3, UNTIED = "zero.stage=3", "model.tie_embeddings=false"
 CPU = ("offload.optimizer=cpu", "offload.parameters=cpu")
 NVME = ("offload.optimizer=nvme", "offload.parameters=nvme", "offload.nvme_path=/disk")
+TRAVEL = "model.family=tests/families/travelling.py:TRAVELLING"
 KEPT = ("activation.policy=full", "activation.offload=cpu")
 LARGE: dict[str, list[str]] = {
     "zero3": ["parallel.dp=2", ZERO_3, "zero.prefetch=1"],
@@ -25,6 +26,9 @@ LARGE: dict[str, list[str]] = {
     "zero1-cpu-delayed": ["parallel.dp=2", "zero.stage=1", CPU[0], "offload.delayed_update=true"],
     "kept-cpu": ["parallel.pp=2", *KEPT],
     "kept-zero3-cpu": ["parallel.dp=2", ZERO_3, *CPU, *KEPT, "zero.prefetch=1"],
+    "travel": ["parallel.dp=2", TRAVEL, "activation.policy=full", "zero.stage=2"],
+    "travel-gathered": ["parallel.dp=2", TRAVEL, "model.by=gather", ZERO_3, "parallel.pp=2",
+                        "parallel.schedule=zb-h1"],
     "kept-parts": ["parallel.tp=2", *KEPT, "activation.partition=true"],
 }
 

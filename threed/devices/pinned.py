@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from typing import Any
 
 import torch
 
@@ -32,7 +33,7 @@ class _Registered(mmap.mmap):
     def __new__(cls, size: int) -> _Registered:
         pages = super().__new__(cls, -1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         address = torch.frombuffer(pages, dtype=torch.uint8).data_ptr()
-        if int(torch.cuda.cudart().cudaHostRegister(address, size, 0)):
+        if int(_runtime().cudaHostRegister(address, size, 0)):
             raise MemoryError(f"{size} bytes cannot be registered")
         pages.address = address
         return pages
@@ -41,4 +42,9 @@ class _Registered(mmap.mmap):
         """Before the pages go. (torch's allocator waits for copies under way; so does this.)"""
         if self.address:
             torch.cuda.synchronize()
-            torch.cuda.cudart().cudaHostUnregister(self.address)
+            _runtime().cudaHostUnregister(self.address)
+
+
+def _runtime() -> Any:
+    """CUDA's, as torch has loaded it."""
+    return torch.cuda.cudart()

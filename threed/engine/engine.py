@@ -25,6 +25,7 @@ from threed.engine.underway import UnderWay
 from threed.features.activation.run import ActivationRun
 from threed.features.offload.run import OffloadRun
 from threed.features.pipeline.run import PipelineRun, built, streams
+from threed.features.travel.run import TravelRun
 from threed.features.zero.run import Clipped, ZeroRun
 from threed.features.zero.storage import Storage
 from threed.features.zero.units import UnitState, make_states, places
@@ -80,8 +81,10 @@ class Engine:
         self.pipeline = PipelineRun(comm, table, layers, context, stream, keeping, activation)
         if self.graphs is not None:
             self.pipeline.runner = self.graphs
-        self.handlers = {**self.pipeline.handlers(), **self.zero.handlers(), **activation.handlers(),
-                         **offload.handlers()}
+        of_units, of_slots = self.zero.handlers(), TravelRun(comm, table).handlers()
+        both = {op: _either(of_slots[op], of_units.get(op)) for op in of_slots}
+        self.handlers = {**self.pipeline.handlers(), **of_units, **activation.handlers(),
+                         **offload.handlers(), **both}
         self.orders = {name: analysis.order(name, position) for name in plan.programs}
         self.clock = device_of(comm.device).clock()
         self._ended: list[Any] = []  # marks of the program under way: the end of each instruction
@@ -254,6 +257,14 @@ class Engine:
         others = sorted({rank for group in groups
                          for rank in self.comm.groups[group].ranks} - {self.comm.rank})
         return f"{text}, with rank{'s' if len(others) > 1 else ''} {_some(others)}" if others else text
+
+
+def _either(of_slot: Callable[[Instruction, Slots], Any],
+            of_unit: Callable[[Instruction, Slots], Any] | None) -> Callable[[Instruction, Slots], Any]:
+    """The handler of one of COLLECTIVES: of a slot that travels, and of a parameter unit."""
+    if of_unit is None:
+        return of_slot
+    return lambda item, slots: of_slot(item, slots) if item.travels else of_unit(item, slots)
 
 
 def _keeping(table: Table, states: Mapping[int, UnitState], saving: SavingPolicy,

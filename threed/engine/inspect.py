@@ -16,6 +16,7 @@ from threed.engine.engine import Engine
 from threed.program.effects import effects
 from threed.program.instruction import BACKWARDS, Instruction, Op
 from threed.program.slots import Slots
+from threed.program.table import Table
 
 
 class Finding(NamedTuple):
@@ -55,7 +56,7 @@ def results(engine: Engine, instruction: Instruction, slots: Slots) -> Iterator[
     if op != Op.FORWARD and op not in BACKWARDS:
         return
     effect, forward = effects(instruction, table, engine.position), op == Op.FORWARD
-    place, of = (phase_of(instruction), unit if forward else -unit), named(engine, instruction)
+    place, of = (phase_of(instruction, table), unit if forward else -unit), named(engine, instruction)
     for slot in (*effect.writes, *effect.adds):
         what = "gradient" if not forward else "loss" if slot.kind == "loss" else "output"
         if slot.kind in _TENSORS or slot.kind in table.handed:
@@ -65,15 +66,17 @@ def results(engine: Engine, instruction: Instruction, slots: Slots) -> Iterator[
                 yield InstructionResult(*place, f"{what} of {of}", values)
 
 
-def phase_of(instruction: Instruction) -> int:
+def phase_of(instruction: Instruction, table: Table) -> int:
     """The phase of an instruction, as in Finding."""
+    if instruction.travels:
+        return int(all(made.name != instruction.kind for made in table.units[instruction.unit].makes))
     return 0 if instruction.op == Op.FORWARD else 2 if instruction.op in (Op.REDUCE, Op.CLIP) else 1
 
 
 def named(engine: Engine, instruction: Instruction) -> str:
     """A compute instruction, or one of a parameter unit, in words."""
     op, unit, microbatch, *_ = instruction
-    if op == Op.REDUCE:
+    if op == Op.REDUCE and not instruction.travels:
         return f"p{unit} ({engine.plan.table.parameters[unit].name}), {op}"
     return f"u{unit} ({engine.plan.table.units[unit].name}), micro-batch {microbatch}, {op}"
 

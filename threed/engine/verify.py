@@ -109,7 +109,8 @@ class Verifier:
         self._given.append((axis, values.numel(), checksum(values, self.exact)))
 
     def _look(self, instruction: Instruction, slots: Slots) -> None:
-        table, phase = self.engine.plan.table, phase_of(instruction)
+        table = self.engine.plan.table
+        phase = phase_of(instruction, table)
         distance = -instruction.unit if phase == 1 else instruction.unit
         if (slot := self._received(instruction)) is not None:
             what = f"input, received from pp{table.position(slot.unit)}, of {named(self.engine, instruction)}"

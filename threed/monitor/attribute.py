@@ -4,7 +4,7 @@
                  what they keep
     p2p_wait     waiting for activations and gradients of other positions, for a tied embedding's other half,
                  and until what was sent has left; issuing messages
-    dp_wait      waiting for the results of GATHER and REDUCE, issuing them, and CLIP's all-reduce
+    dp_wait      waiting for the results of GATHER, REDUCE and EXCHANGE, issuing them, and CLIP's all-reduce
     optimizer    STEP; waiting for one on the host
     offload      waiting for what comes from the host or the disk, or must leave; issuing OFFLOAD and FETCH
     idle         the rest: waiting at CLIP for the last rank to arrive, and the host between instructions
@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from threed.base.mesh import GROUPS
-from threed.program.instruction import COMPUTE, MESSAGES, Instruction, Op
+from threed.program.instruction import COLLECTIVES, COMPUTE, MESSAGES, Instruction, Op
 from threed.program.trace import Trace
 
 CAUSES = ("compute", "p2p_wait", "dp_wait", "optimizer", "offload", "idle")
@@ -31,7 +31,7 @@ def cause_of(item: Instruction) -> str:
         return "compute"
     if item.op in MESSAGES or (item.op == Op.REDUCE and GROUPS[item.group].across_positions):
         return "p2p_wait"
-    return {Op.GATHER: "dp_wait", Op.REDUCE: "dp_wait", Op.STEP: "optimizer", Op.OFFLOAD: "offload",
+    return {**dict.fromkeys(COLLECTIVES, "dp_wait"), Op.STEP: "optimizer", Op.OFFLOAD: "offload",
             Op.FETCH: "offload", Op.CLIP: "clip"}.get(item.op, "idle")
 
 

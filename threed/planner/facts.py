@@ -23,10 +23,11 @@ from threed.features.zero.shard import FlatLayout, layout
 from threed.models.layers.base import Layer
 from threed.models.tiling import cut_layers, layers_of, model_key, share_of, unit_layers
 from threed.optim.registry import OPTIMIZERS
+from threed.planner.hand_overs import HandOver, hand_overs, with_ranks
 from threed.planner.unit_kinds import OWN, TIED, depends_on, parameter_units, persists
 from threed.program.costs import load_costs
-from threed.program.entries import ComputeUnit, Handed, ParameterUnit, Read, Reduction, gradient_kind
-from threed.program.instruction import KINDS, Instruction, Op, Tier
+from threed.program.entries import ComputeUnit, Handed, ParameterUnit, Reduction
+from threed.program.instruction import Instruction, Op, Tier
 from threed.program.settings import ActivationSettings, Elements, LogitsSettings, UpdateSettings, ZeroSettings
 from threed.program.simulate import cost_of
 from threed.program.table import Table
@@ -98,6 +99,7 @@ def make_table(config: Config, place: tuple[int, ...]) -> Table:
             used[user].append(number)
     units = tuple(replace(unit, stage=stage, parameters=tuple(mine))
                   for unit, stage, mine in zip(_compute_units(config), stage_of, used, strict=True))
+    units = _on_mesh(config, units, model_layers)
     table = Table(units, {}, place, config.num_microbatches, _act_bytes(config), _elements(config),
                   _zero(config), _activation(config), _update(config))
     shared = _Shared.of(config, table.elements)
@@ -115,6 +117,18 @@ def make_table(config: Config, place: tuple[int, ...]) -> Table:
     _send_home(config, parameters)
     return cut(replace(table, parameters=parameters),
                settings(config, make_mesh(config), parallel.sequence_parallel))
+
+
+def _on_mesh(config: Config, units: tuple[ComputeUnit, ...],
+             model_layers: Sequence[Layer]) -> tuple[ComputeUnit, ...]:
+    """Units, with the ranks to which their tensors travel."""
+    if not any(layer.travels for layer in model_layers):
+        return units
+    mesh, ways = make_mesh(config), [layer.travels for layer in model_layers]
+    ranks = {group: len(mesh.group(group, 0)) for group in GROUPS}
+    return tuple(replace(unit, makes=with_ranks(
+        unit.makes, {name: way for each in ways[slice(*unit.layers)] for name, way in each.items()}, ranks))
+        for unit in units)
 
 
 def with_logits(config: Config, table: Table) -> Table:
@@ -261,38 +275,6 @@ def unequal(config: Config) -> list[str]:
             for layer in layers_of(config)[-1:] if layer.weighs_alike(share_of(config))]
 
 
-def hand_overs(units: Sequence[Sequence[Layer]]) -> list[tuple[set[str], tuple[Read, ...]]]:
-    """For each unit, the tensors that it makes for later units, and those of earlier units that it reads.
-    (Tensors that layers of one unit hand to each other do not count.)"""
-    makers: dict[str, int] = {}  # name of a tensor -> the last unit that made it
-    dtypes: dict[str, str | None] = {}  # name -> its dtype, if no gradient belongs to it
-    reads: list[dict[str, int]] = []
-    for index, unit in enumerate(units):
-        reads.append({})
-        for layer in unit:
-            if missing := [name for name in layer.reads if name not in makers]:
-                raise InputError(f"layer {layer.name} reads '{missing[0]}', which no layer before it makes")
-            if other := [name for name in layer.reads if layer.without_grad.get(name) != dtypes[name]]:
-                kind = dtypes[other[0]]
-                has = "has a gradient" if kind is None else f"is made without a gradient, in {kind}"
-                raise InputError(f"layer {layer.name} reads '{other[0]}', which {has}: its `without_grad` "
-                                 "must say the same as that of the layer that makes it")
-            reads[index] |= {name: makers[name] for name in layer.reads if makers[name] != index}
-            made = layer.makes(Share())
-            makers |= dict.fromkeys(made, index)
-            dtypes |= {name: layer.without_grad.get(name) for name in made}
-    for name in makers:
-        if taken := {name, gradient_kind(name)} & KINDS or {gradient_kind(name)} & makers.keys():
-            raise InputError(f"layers hand on a tensor called '{name}', but the slots of that tensor and of "
-                             f"its gradient cannot be called '{taken.pop()}', which is the name of another "
-                             "slot: give the tensor another name")
-    last = {read: index for index, mine in enumerate(reads) for read in mine.items()}
-    grad = {name: dtype is None for name, dtype in dtypes.items()}
-    return [({name for name, maker in last if maker == index},
-             tuple(Read(name, maker, last[name, maker] == index, grad[name]) for name, maker in mine.items()))
-            for index, mine in enumerate(reads)]
-
-
 @remembered(model_key)
 def _uses_tied(config: Config) -> list[bool]:
     """Of each compute unit, whether it uses the tied embedding."""
@@ -310,8 +292,8 @@ def _compute_units(config: Config) -> list[ComputeUnit]:
 
 
 def _compute_unit(config: Config, members: Sequence[Layer], run: tuple[int, int],
-                  handed: tuple[set[str], tuple[Read, ...]]) -> ComputeUnit:
-    share, (makes, reads) = share_of(config), handed
+                  handed: HandOver) -> ComputeUnit:
+    share = share_of(config)
     cost = sum((layer.cost(share) for layer in members), Cost())
     sizes = {name: size for layer in members for name, size in layer.makes(share).items()}
     fixed = {name for layer in members for name in layer.without_grad}
@@ -321,8 +303,9 @@ def _compute_unit(config: Config, members: Sequence[Layer], run: tuple[int, int]
                for phase in ("forward", "input", "weight")}
     return ComputeUnit(name, run, 0, (), cost.kernels, cost.saved_bytes(config.pieces),
                        cost.operands, traffic,
-                       makes=tuple(Handed(name, sizes[name], name not in fixed) for name in sorted(makes)),
-                       reads=reads,
+                       makes=tuple(Handed(name, sizes[name], name not in fixed, handed.trips.get(name))
+                                   for name in handed.makes),
+                       reads=handed.reads,
                        loss=any(layer.loss for layer in members), adds=all(layer.adds for layer in members),
                        output=members[-1].passes(share),
                        again=tuple(kernel for kernel in cost.kernels if kernel.piece in config.pieces))

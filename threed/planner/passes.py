@@ -15,6 +15,7 @@ from threed.features.activation import plan as activation
 from threed.features.offload import plan as offload
 from threed.features.pipeline.parts import in_parts
 from threed.features.pipeline.plan import communicate, expand
+from threed.features.travel.plan import travel
 from threed.features.zero import plan as zero
 from threed.program.instruction import Programs
 from threed.program.names import EVALUATE, GENERATE, SNAPSHOT, VERIFY, WAITING
@@ -49,6 +50,7 @@ STEP = (
     Pass("offload activations", activation.offload),
     *MESSAGES,
     Pass("zero", zero.train),
+    Pass("travel", travel),
 )
 UPDATE = (
     Pass("offload the optimizer", offload.optimizer),
@@ -58,11 +60,13 @@ FORWARD = {
     EVALUATE: (
         *MESSAGES,
         Pass("zero", zero.evaluate),
+        Pass("travel", travel),
         Pass("offload parameters", offload.parameters),
     ),
     GENERATE: (
         *MESSAGES,
         Pass("zero", zero.forward),
+        Pass("travel", travel),
         Pass("offload parameters", offload.parameters),
     ),
 }

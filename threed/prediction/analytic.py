@@ -178,6 +178,8 @@ class _Travel:
         if not sent:
             return 0.0
         group = instruction.group or self.table.cut_over(instruction.kind)[0]
+        if instruction.op == Op.EXCHANGE:
+            return self.travel.exchange(sent, self.places[group])
         return self.travel.ring(sent, self.places[group])
 
 

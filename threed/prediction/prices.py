@@ -160,6 +160,18 @@ class Travel:
         hops = 2 * (each * self._inside_s + math.ceil(math.log2(nodes)) * self._outside_s)
         return min(flat, max(inside, outside) + calls * hops)
 
+    def exchange(self, sent: int, place: GroupPlace) -> float:
+        """Of an all-to-all in which a rank sends so many bytes, equally many to each: those for its own node
+        and those for others at the same time."""
+        if place.ranks == 1 or not sent:
+            return 0.0
+        inside = sent * (place.together - 1) / (place.ranks - 1)
+        seconds = inside / self._inside_speed
+        if place.nodes > 1:
+            # `_outside_speed` is of all ranks of the group on a node
+            seconds = max(seconds, (sent - inside) * place.together / self._outside_speed(place))
+        return seconds + (self._outside_s if place.nodes > 1 else self._inside_s)
+
     def message(self, size: int, far: bool) -> float:
         """Of a message to a device of another node, or of the same."""
         if not size:

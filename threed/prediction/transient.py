@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from threed.base.mesh import GROUPS
 from threed.comm.group import Comm
 from threed.comm.process import initialized
 from threed.features.pipeline.run import PipelineRun, built, streams
@@ -27,6 +28,7 @@ from threed.planner import make_mesh
 from threed.planner.from_config import config_of
 from threed.program.analysis import Analysis
 from threed.program.effects import effects
+from threed.program.entries import gradient_kind
 from threed.program.graphs import graphs
 from threed.program.instruction import COMPUTE, PARAMETER_KINDS, Instruction, Op, Slot
 from threed.program.link import Program
@@ -71,7 +73,8 @@ class Transient:
             key = (repr(config.model), config.pieces, repr(share), run.start == 0, run.stop == len(units),
                    [(layer.likeness(share), *_sizes(layer.cost(share)))
                     for unit in run for layer in units[unit]],
-                   [(item.op, item.keep, item.unit - run.start) for item in items])
+                   [(item.op, item.keep, item.unit - run.start) for item in items],
+                   [table.units[unit].makes for unit in run])
             sizes = self._known.get(repr(key)) or _measure(config, table, run, items)
             self._known[repr(key)] = sizes
             bytes_of.update(zip(map(_what, items), sizes, strict=True))
@@ -105,7 +108,8 @@ def _measure(config: Config, table: Table, run: range, items: Sequence[Instructi
             effect = effects(item, table, table.position(item.unit))
             for slot in effect.reads:
                 if slot not in slots and slot.kind not in PARAMETER_KINDS:
-                    slots.put(slot, _stream(config, table, compute, slot))
+                    came = _came(table, slots, slot)
+                    slots.put(slot, came if came is not None else _stream(config, table, compute, slot))
             created = {slot for slot in (*effect.writes, *effect.adds)
                        if slot not in slots and slot.kind not in PARAMETER_KINDS}
             before = alive.peak = alive.bytes()
@@ -121,7 +125,7 @@ def _pipeline(config: Config, table: Table, run: range, items: Sequence[Instruct
     """The engine's handlers, for a rank that has these units alone."""
     share, sent, grads = share_of(config), Counter[str](), WeightGrads()
     comm = _Alone(config, table.position(run.start))
-    comm.groups = silent_groups(share, sent)
+    comm.groups = silent_groups(share, sent, {name: len(comm.mesh.group(name, 0)) for name in GROUPS})
     dtype = DTYPES[config.precision.dtype]
     saving = SavingPolicy(config.pieces)
     context = Context(config.model, comm.groups, config.parallel.sequence_parallel, dtype, grads, saving,
@@ -150,6 +154,21 @@ def _pipeline(config: Config, table: Table, run: range, items: Sequence[Instruct
     compute.feed.begin(lambda _: batch, items)
     context.rotary(comm.device)  # a rank makes its table once
     return compute
+
+
+def _came(table: Table, slots: Slots, slot: Slot) -> torch.Tensor | None:
+    """What an instruction that is not measured has brought from other ranks: a tensor, or the gradient of
+    one; None of other slots."""
+    for made in table.units[slot.unit].makes if slot.unit >= 0 else ():
+        left = slots.get(slot._replace(kind=made.name)) if made.trip is not None else None
+        if left is None or made.trip is None:
+            continue
+        if slot.kind == made.trip.becomes:
+            rows = made.trip.bytes // (left.itemsize * left.shape[1:].numel())  # as many as the plan counts
+            return left.new_zeros((rows, *left.shape[1:]))
+        if slot.kind == gradient_kind(made.name):
+            return torch.zeros_like(left)
+    return None
 
 
 def _stream(config: Config, table: Table, compute: PipelineRun, slot: Slot) -> torch.Tensor:

@@ -57,10 +57,20 @@ def _values(entry: Any) -> dict[str, Any]:
     if isinstance(entry, ComputeUnit):  # what was there first was a running softmax: its bytes
         output = values.pop("output")
         values["running_bytes"] = (output and (list(output) if output[2] else output[0])) or 0
-        # `grad` came later
-        values["makes"] = [each if not each.grad else each[:-1] for each in entry.makes]
-        values["reads"] = [each if not each.grad else each[:-1] for each in entry.reads]
+        values["makes"], values["reads"] = [*map(_first, entry.makes)], [*map(_first, entry.reads)]
     return values
+
+
+def _first(entry: Any) -> list[Any]:
+    """The fields of a named tuple up to the last that has not its default: fields that came later are at the
+    end."""
+    values = list(entry)
+    while values[-1] == entry._field_defaults.get(entry._fields[len(values) - 1], _NONE):
+        values.pop()
+    return values
+
+
+_NONE = object()
 
 
 def digest_of(table: Any, programs: Mapping[str, Sequence[Sequence[Instruction]]]) -> str:

@@ -16,7 +16,7 @@ from itertools import compress, product
 from typing import NamedTuple
 
 from threed.base.mesh import GROUPS
-from threed.program.entries import gradient_kind
+from threed.program.handed import move_of, passed
 from threed.program.instruction import PARTS, WHOLES, WORDS, Instruction, Op, Slot, Tier
 from threed.program.table import Table
 
@@ -71,33 +71,6 @@ _WORDS = frozenset(product(*(WORDS[field] for field in ("keep", "gradients", "ag
 # ---- forward and backward
 
 
-class Passed(NamedTuple):
-    """Tensors that a unit makes for later units of its stage, and tensors of earlier units that it reads."""
-
-    makes: tuple[Slot, ...]
-    reads: tuple[Slot, ...]
-    fixed: tuple[Slot, ...]  # of `makes`, those without a gradient
-    made_gradients: tuple[Slot, ...]  # slots in which the gradients of `makes` are added up
-    read_gradients: tuple[Slot, ...]
-
-
-_NOTHING = Passed((), (), (), (), ())
-
-
-def _passed(item: Instruction, table: Table) -> Passed:
-    unit = table.units[item.unit]
-    if not unit.makes and not unit.reads:  # most units
-        return _NOTHING
-    makes = [(Slot(each.name, item.unit, item.microbatch), each.grad) for each in unit.makes]
-    reads = [(Slot(each.name, each.unit, item.microbatch), each.grad) for each in unit.reads]
-    return Passed(tuple(slot for slot, _ in makes), tuple(slot for slot, _ in reads),
-                  tuple(slot for slot, grad in makes if not grad), _gradients_of(makes), _gradients_of(reads))
-
-
-def _gradients_of(handed: Sequence[tuple[Slot, bool]]) -> tuple[Slot, ...]:
-    return tuple(slot._replace(kind=gradient_kind(slot.kind)) for slot, grad in handed if grad)
-
-
 def _computes(item: Instruction, table: Table) -> None:
     if not 0 <= item.unit < len(table.units):
         raise KeyError(str(item))
@@ -106,44 +79,44 @@ def _computes(item: Instruction, table: Table) -> None:
 def _forward(item: Instruction, table: Table, _: int) -> Effects:
     _computes(item, table)
     unit, microbatch = item.turn
-    passed = _passed(item, table)
+    tensors = passed(item, table)
     before = _slots("act", unit - 1, microbatch, unit > 0)
     after = _slots("act", unit, microbatch, unit < table.last)
     forward_only, made = item.keep in ("none", "logits"), item.keep == "logits"
     saved = _slots("kept" if item.keep == "input" else "saved", unit, microbatch, not forward_only)
     saved += _slots("logits", unit, microbatch, made and table.makes_logits(unit))
     last = [read.last for read in table.units[unit].reads] if forward_only else ()
-    unused = compress(passed.reads, last)
+    unused = compress(tensors.reads, last)
     loss = (Slot("loss"),) if table.units[unit].loss and not made else ()
-    return Effects("compute", (*_params(table, unit), *before, *passed.reads),
-                   (*after, *saved, *passed.makes), adds=loss,
+    return Effects("compute", (*_params(table, unit), *before, *tensors.reads),
+                   (*after, *saved, *tensors.makes), adds=loss,
                    frees=(*before, *unused), groups=table.groups_of(item))
 
 
 def _recompute(item: Instruction, table: Table, _: int) -> Effects:
     _computes(item, table)
     unit, microbatch = item.turn
-    kept, passed = (Slot("kept", unit, microbatch),), _passed(item, table)
-    again = tuple(slot for slot in passed.makes if slot not in passed.fixed)
-    return Effects("compute", (*_params(table, unit), *kept, *passed.reads, *passed.fixed),
+    kept, tensors = (Slot("kept", unit, microbatch),), passed(item, table)
+    return Effects("compute", (*_params(table, unit), *kept, *tensors.reads, *tensors.fixed),
                    (Slot("saved", unit, microbatch),),
-                   updates=again, frees=kept, groups=table.groups_of(item))
+                   updates=tensors.again, frees=kept, groups=table.groups_of(item))
 
 
 def _backward(item: Instruction, table: Table, _: int) -> Effects:
     """BACKWARD, and BACKWARD_INPUT, which leaves the weights' gradients to BACKWARD_WEIGHT."""
     _computes(item, table)
     unit, microbatch = item.turn
-    passed = _passed(item, table)
+    tensors = passed(item, table)
     used = (Slot("saved", unit, microbatch), *_slots("grad", unit, microbatch, unit < table.last))
-    used += (*passed.makes, *passed.made_gradients)  # their readers ran backward before this unit
-    reads, adds = (*_params(table, unit), *used, *passed.reads), passed.read_gradients
+    used += (*tensors.held, *tensors.made_gradients)  # their readers ran backward before this unit
+    reads, adds = (*_params(table, unit), *used, *tensors.reads), tensors.read_gradients
     writes = _slots("grad", unit - 1, microbatch, unit > 0)
     if item.op == Op.BACKWARD:
         adds = (*_wgrads(table, unit), *adds)
     else:
         writes = (*writes, Slot("operands", unit, microbatch))
-    return Effects("compute", reads, writes, adds=adds, frees=used, groups=table.groups_of(item))
+    return Effects("compute", reads, writes, adds=adds, frees=(*used, *tensors.came),
+                   groups=table.groups_of(item))
 
 
 def _backward_weight(item: Instruction, table: Table, _: int) -> Effects:
@@ -183,10 +156,25 @@ def _message(item: Instruction, table: Table) -> Slot:
     return item.slot
 
 
+# ---- tensors that travel
+
+
+def _travel(item: Instruction, table: Table) -> Effects:
+    move = move_of(item, table)
+    return Effects(GROUPS[item.group].lane, (move.source, *move.counts), (move.target,),
+                   frees=(move.source,) if move.handed.grad else (), groups=(item.group,))
+
+
+def _exchange(item: Instruction, table: Table, _: int) -> Effects:
+    return _travel(item, table)
+
+
 # ---- parameters and gradients
 
 
 def _gather(item: Instruction, table: Table, _: int) -> Effects:
+    if item.travels:
+        return _travel(item, table)
     unit = table.parameters.get(item.unit)
     if unit is None or item.group != unit.shard_group:
         raise KeyError(f"p{item.unit} is sharded over {unit.shard_group if unit else 'nothing'}, not "
@@ -205,6 +193,8 @@ def _release(item: Instruction, table: Table, _: int) -> Effects:
 
 def _reduce(item: Instruction, table: Table, _: int) -> Effects:
     """A gradient is summed over a group, on its way from `wgrad` to `gshard`."""
+    if item.travels:
+        return _travel(item, table)
     unit = item.unit
     step = next((step for step in table.reductions(unit) if step.group == item.group), None)
     if step is None:
@@ -366,6 +356,7 @@ _EFFECTS: dict[Op, Callable[[Instruction, Table, int], Effects]] = {
     Op.GATHER: _gather,
     Op.RELEASE: _release,
     Op.REDUCE: _reduce,
+    Op.EXCHANGE: _exchange,
     Op.CLIP: _clip,
     Op.STEP: _step,
     **dict.fromkeys((Op.SPLIT, Op.JOIN, Op.OFFLOAD, Op.FETCH), _move),

@@ -10,6 +10,18 @@ from threed.spec.kernels import Kernel
 from threed.spec.parameter import Outflow
 
 
+class Trip(NamedTuple):
+    """How a handed tensor travels to other ranks of its position, and its gradient back."""
+
+    becomes: str  # kind of the slot of what arrives, which later units read
+    over: str  # group
+    by: str  # op: GATHER (back: REDUCE) or EXCHANGE (back: the same)
+    ranks: int  # of the group
+    bytes: int  # of what arrives, as the plan counts it
+    counts: tuple[tuple[str, int], ...] = ()  # EXCHANGE: (tensor, its maker) of the rows that a rank gives to
+    # each, and takes of each; none: equally many
+
+
 class Handed(NamedTuple):
     """A tensor, besides its output, that a unit makes for later units of its stage. `name` is the kind of its
     slot; the kind of its gradient's slot has a g before the name."""
@@ -17,15 +29,23 @@ class Handed(NamedTuple):
     name: str
     bytes: int
     grad: bool = True  # False: no gradient belongs to it, and its maker's RECOMPUTE reads it
+    trip: Trip | None = None
+
+    @property
+    def leaves(self) -> bool:
+        """Whether it is freed when it has travelled. (What has no gradient stays until its maker's
+        BACKWARD.)"""
+        return self.trip is not None and self.grad
 
 
 class Read(NamedTuple):
-    """A handed tensor that a unit reads. Every reader adds to its gradient."""
+    """A handed tensor that a unit reads, or what it has become. Every reader adds to its gradient."""
 
     name: str
     unit: int  # the unit that makes it
     last: bool  # whether no later unit reads it
     grad: bool = True  # as its maker's
+    came: bool = False  # whether it has travelled, and this unit's BACKWARD frees it
 
 
 class Reduction(NamedTuple):

@@ -62,6 +62,7 @@ class Op(StrEnum):
     OFFLOAD = "OFFLOAD"
     FETCH = "FETCH"
     REDUCE = "REDUCE"
+    EXCHANGE = "EXCHANGE"
     CLIP = "CLIP"
     STEP = "STEP"
 
@@ -75,6 +76,9 @@ PHASES: dict[Op, tuple[str, ...]] = {Op.FORWARD: ("forward",), Op.RECOMPUTE: ("f
 MESSAGES = (Op.SEND, Op.RECV)
 MOVES = (Op.SPLIT, Op.JOIN, Op.OFFLOAD, Op.FETCH)  # they move a slot to another form or tier, and back
 
+# They take part in a collective: of a parameter unit, or of a slot of a micro-batch, which travels.
+COLLECTIVES = (Op.GATHER, Op.REDUCE, Op.EXCHANGE)
+
 # The fields that an op uses. The others must keep their defaults: they are not printed.
 FIELDS: dict[Op, tuple[str, ...]] = {
     Op.FORWARD: ("unit", "microbatch", "keep"),
@@ -82,7 +86,7 @@ FIELDS: dict[Op, tuple[str, ...]] = {
     **dict.fromkeys(MOVES, ("unit", "microbatch", "kind", "tier")),
     Op.OFFLOAD: ("unit", "microbatch", "kind", "tier", "age"),
     **dict.fromkeys(MESSAGES, ("unit", "microbatch", "kind", "peer")),
-    **dict.fromkeys((Op.GATHER, Op.REDUCE), ("unit", "group")),
+    **dict.fromkeys(COLLECTIVES, ("unit", "microbatch", "kind", "group")),
     Op.RELEASE: ("unit",),
     Op.STEP: ("unit", "age"),
     Op.CLIP: ("gradients",),
@@ -161,9 +165,9 @@ class Instruction(NamedTuple):
     op: Op
     unit: int = -1  # compute unit of COMPUTE and of slots of compute units; else parameter unit
     microbatch: int = -1
-    kind: str = ""  # MESSAGES, MOVES: of the slot
+    kind: str = ""  # MESSAGES, MOVES, COLLECTIVES of a slot: of the slot
     tier: Tier = Tier.DEVICE  # MOVES: of the slot, the upper one of the two
-    group: str = ""  # GATHER, REDUCE: the ranks that take part
+    group: str = ""  # COLLECTIVES: the ranks that take part
     peer: int = -1  # MESSAGES: the other pipeline position
     keep: str = "all"  # FORWARD: what it keeps for backward: all, its input, or none
     # CLIP: STEP applies the gradients, they wait for the next step, they are dropped, or there are none.
@@ -171,8 +175,14 @@ class Instruction(NamedTuple):
     age: str = ""  # prev: STEP applies gradients of the step before, OFFLOAD of a snapshot copies them too
 
     @property
+    def travels(self) -> bool:
+        """Whether it is one of COLLECTIVES, and takes a slot of a micro-batch to other ranks: it is not about
+        a parameter unit."""
+        return self.op in COLLECTIVES and (self.microbatch >= 0 or bool(self.kind))
+
+    @property
     def slot(self) -> Slot:
-        """The slot that MESSAGES and MOVES name."""
+        """The slot that MESSAGES, MOVES and COLLECTIVES of a slot name."""
         return Slot(self.kind, self.unit, self.microbatch, self.tier)
 
     @property
@@ -187,6 +197,8 @@ class Instruction(NamedTuple):
         if self.op in MOVES:
             return f"{self.op} {self.slot}{' with waiting gradients' if self.age else ''}"
         parts: list[str] = [self.op]
+        if self.op in COLLECTIVES and self.kind:
+            return f"{self.op} {self.slot} ({self.group})"
         if self.unit >= 0:
             parts.append(f"{'u' if self.op in COMPUTE else 'p'}{self.unit}")
         if self.microbatch >= 0:

@@ -117,14 +117,15 @@ def waits(links: Links, table: Table, start: set[Slot], pools: Buffers) -> list[
 
 def _kept_moves(forms: Sequence[Form]) -> Iterator[Pair]:
     """Memory from the device's allocator may have been used by any computation before: a kept input comes
-    back after that. And kept inputs leave one at a time: behind a slow link they would pile up, in memory
-    that no plan counts."""
+    back after that, and so does what travels. And kept inputs leave one at a time: behind a slow link they
+    would pile up, in memory that no plan counts."""
     moves = {form for form in dict.fromkeys(forms)
-             if form.effect.lane in ("d2h", "h2d") and form.item.kind in ("kept", "kpart")}
+             if (form.effect.lane in ("d2h", "h2d") and form.item.kind in ("kept", "kpart"))
+             or (form.item.travels and form.effect.lane != "compute")}
     computed = -1  # the latest instruction of the compute lane
     leaving = [-1, -1]  # the last two that take a kept input to the host
     for index, form in enumerate(forms) if moves else ():
-        if form in moves and form.item.op == Op.FETCH:
+        if form in moves and form.item.op != Op.OFFLOAD:
             if computed >= 0:
                 yield computed, index
         elif form in moves:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from threed.program.instruction import Slot
+
+
+class Late:
+    """A value that a job fills in."""
+
+    value: Any = None
 
 
 class Slots:
@@ -18,7 +24,13 @@ class Slots:
         self._values[slot] = value
 
     def get(self, slot: Slot) -> Any:
-        return self._values[slot]
+        value = self._values[slot]
+        return value.value if type(value) is Late else value
+
+    def late(self, slot: Slot) -> Callable[[], Any]:
+        """What gives the value of a slot when it is there, which may have been freed by then."""
+        value = self._values[slot]
+        return lambda: value.value if type(value) is Late else value
 
     def free(self, slot: Slot) -> None:
         """Forget a slot."""

@@ -86,8 +86,8 @@ def stage(analysis: Analysis, position: int, alive: Memory) -> StageSummary:
         sent.update({axis: count * size for axis, size in sent_by(table, form.item).items()})
         if form.item.op in (Op.OFFLOAD, Op.FETCH):
             moved[form.effect.lane] += count * moved_by(table, form.item)
-        # A REDUCE on the compute lane sums in place; it is not counted.
-        if form.item.op != Op.REDUCE or form.effect.lane != "compute":
+        # Of parameter units; a REDUCE on the compute lane sums in place, and is not counted.
+        if not form.item.travels and (form.item.op != Op.REDUCE or form.effect.lane != "compute"):
             counts[form.item.op] += count
     # Sums that come up to be added to, on the same lane.
     for unit, times in lowered(table, links.program).items():

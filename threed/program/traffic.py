@@ -9,6 +9,7 @@ from __future__ import annotations
 from threed.base.mesh import GROUPS
 from threed.base.quantity import add_up, ring
 from threed.program.entries import ParameterUnit, Reduction
+from threed.program.handed import move_of
 from threed.program.instruction import PHASES, Instruction, Op, Tier
 from threed.program.table import Table
 
@@ -25,6 +26,8 @@ def sent_by(table: Table, instruction: Instruction) -> dict[str, int]:
         return {GROUPS[group].counts: ring(table.size(instruction.slot), ranks)}
     if op == Op.SEND:
         return {GROUPS["pp"].counts: table.size(instruction.slot)}
+    if instruction.travels:
+        return {GROUPS[instruction.group].counts: _travelled(table, instruction)}
     if op == Op.GATHER:
         held = table.parameters[unit]
         return {GROUPS[instruction.group].counts: ring(held.numel * table.elements.param, held.shards)}
@@ -32,6 +35,14 @@ def sent_by(table: Table, instruction: Instruction) -> dict[str, int]:
         step = next(step for step in table.reductions(unit) if step.group == instruction.group)
         return {GROUPS[step.group].counts: _reduced_bytes(table, table.parameters[unit], step)}
     return {}
+
+
+def _travelled(table: Table, instruction: Instruction) -> int:
+    """Of an exchange: the bytes that leave, if all ranks get equally many."""
+    move = move_of(instruction, table)
+    assert move.handed.trip is not None
+    trip = move.handed.trip
+    return ring(move.handed.bytes if trip.by == Op.EXCHANGE else trip.bytes, trip.ranks)
 
 
 def _reduced_bytes(table: Table, unit: ParameterUnit, step: Reduction) -> int:

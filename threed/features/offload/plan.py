@@ -95,7 +95,8 @@ def _down(program: Program, table: Table, away: list[int]) -> tuple[Program, Pro
     for item in program:
         if item.op != Op.STEP:
             out.append(item)
-        if item.op == Op.REDUCE and item.unit in away and item.group == table.reductions(item.unit)[-1].group:
+        last = table.reductions(item.unit)[-1].group if item.unit in away else ""
+        if item.op == Op.REDUCE and not item.travels and item.group == last:
             out.append(Instruction(Op.OFFLOAD, item.unit, kind="gshard"))
     return out, [item for item in program if item.op == Op.STEP and item.unit not in away]
 
@@ -159,7 +160,8 @@ def parameters(programs: Programs, table: Table) -> Programs:
     result = []
     for program in programs:
         gathers = [index for index, item in enumerate(program)
-                   if item.op == Op.GATHER and table.parameters[item.unit].weight_home != Tier.DEVICE]
+                   if item.op == Op.GATHER and not item.travels
+                   and table.parameters[item.unit].weight_home != Tier.DEVICE]
         before: dict[int, Program] = defaultdict(list)
         for use, index in enumerate(gathers):
             unit = program[index].unit

@@ -23,7 +23,7 @@ from threed.comm.lanes import Handle
 from threed.features.pipeline.feed import Feed
 from threed.models.layers.base import Layer, Out
 from threed.models.tiling import layers_of, new_layers, share_of
-from threed.program.entries import gradient_kind
+from threed.program.handed import gradient_of
 from threed.program.instruction import WHOLES, Instruction, Op, Slot
 from threed.program.slots import Slots
 from threed.program.table import Table
@@ -160,7 +160,8 @@ class PipelineRun:
         """The output of a unit; and what its BACKWARD needs, if there is one. Stores what the unit hands on.
         `again`: it has been computed before, and what it made without a gradient stays."""
         given, compute = self._read(unit, microbatch, slots), self._with_graph if backward else self._alone
-        fixed = [each.name for each in self.table.units[unit].makes if again and not each.grad]
+        makes, name = self.table.units[unit].makes, self.table.units[unit].name
+        fixed = [each.name for each in makes if again and not each.grad]
         given |= {slot: slots.get(slot) for slot in (Slot(name, unit, microbatch) for name in fixed)}
         batch = self.runner.fixed(microbatch, self.feed.take(microbatch))
 
@@ -168,19 +169,22 @@ class PipelineRun:
             first = inputs[0] if x is not None else None
             reads = dict(zip(given, inputs[len(inputs) - len(given):], strict=True))
             output, saved = compute(unit, microbatch, batch, first, reads)
-            made = self.stream(unit).close(output.x, name) if unit < self.table.last else None
+            alone = again and self.table.units[unit].adds  # without the stream, to which it may add nothing
+            made = (None if unit == self.table.last or (alone and output.x is None)
+                    else self.stream(unit).close(output.x, name))
             handed = [output.makes[each.name] for each in makes]
             return [made, output.loss, output.logits, output.count, output.penalty, *handed], saved
 
-        makes, name = self.table.units[unit].makes, self.table.units[unit].name
         inputs = [x, *given.values()] if x is not None else [*given.values()]
         tensors, saved = self.runner.run(inputs, body)
         self.feed.ahead(microbatch)
         named = {each.name: not_none(tensor) for each, tensor in zip(makes, tensors[5:], strict=True)}
         output = Out(tensors[0], named, *tensors[1:5])
-        for name, value in output.makes.items():
-            if name not in fixed:
-                slots.put(Slot(name, unit, microbatch), value.detach())
+        for each in makes:
+            if not again or (each.grad and not each.leaves):
+                value = output.makes[each.name].detach()
+                slots.put(Slot(each.name, unit, microbatch),
+                          value if each.trip is None else self.runner.leaving(value))
         return output, saved
 
     @torch.no_grad()
@@ -258,7 +262,7 @@ class PipelineRun:
         """Run a unit's graph: gradients of its input, of the tensors it read, and (by hooks) of its weights.
         `delayed`: returns functions that add the gradients of its weights."""
         saved: SavedGraph = slots.get(Slot("saved", unit, microbatch))
-        sums = [_gradient(Slot(read.name, read.unit, microbatch)) for read in self.table.units[unit].reads
+        sums = [gradient_of(Slot(read.name, read.unit, microbatch)) for read in self.table.units[unit].reads
                 if read.grad]
         begun = [slots.get(slot) if slot in slots else None for slot in sums]
         passes_on = unit == 0 or self.table.units[unit].adds  # no gradient of the input is computed
@@ -285,8 +289,9 @@ class PipelineRun:
             return outputs, operands
 
         tensors, operands = self.runner.run([*grads, *(each for each in begun if each is not None)], body)
-        for slot, value in zip(sums, tensors, strict=False):
-            slots.put(slot, value)
+        came = [read.came for read in self.table.units[unit].reads if read.grad]
+        for slot, value, leaves in zip(sums, tensors, came, strict=False):
+            slots.put(slot, self.runner.leaving(not_none(value)) if leaves else value)
         if unit > 0:
             # A unit that only adds to its input passes the gradient of its output on unchanged.
             slots.put(Slot("grad", unit - 1, microbatch), grads[0] if passes_on else tensors[-1])
@@ -312,7 +317,8 @@ class PipelineRun:
         grads = list[torch.Tensor]()
         if unit < self.table.last:
             grads = self.stream(unit).gradients(slots.get(Slot("grad", unit, microbatch)))
-        grads += [slots.get(_gradient(Slot(each.name, unit, microbatch))) for each in held.makes if each.grad]
+        made = [Slot(each.name, unit, microbatch) for each in held.makes if each.grad]
+        grads += [slots.get(gradient_of(slot)) for slot in made]
         return [*grads, *([self.loss_grad] if held.loss else [])]
 
     def _mark(self, unit: int, slots: Slots) -> None:
@@ -365,13 +371,12 @@ def not_none(tensor: torch.Tensor | None) -> torch.Tensor:
     return tensor
 
 
-def _root(tensor: torch.Tensor) -> Any:
-    return torch.autograd.graph.get_gradient_edge(tensor) if tensor.requires_grad else None
+def _root(tensor: torch.Tensor | None) -> Any:
+    """None of what no gradient is computed through: so is the stream that a unit passes on as it is."""
+    if tensor is None or not tensor.requires_grad:
+        return None
+    return torch.autograd.graph.get_gradient_edge(tensor)
 
 
 def _nothing() -> None:
     pass
-
-
-def _gradient(handed: Slot) -> Slot:
-    return handed._replace(kind=gradient_kind(handed.kind))

@@ -1,0 +1,42 @@
+"""How a tensor that a layer hands on travels to other ranks before later layers read it.
+
+    GATHER    all ranks' tensors, one after the other along dim 0; of their gradients' sum each gets its part
+    EXCHANGE  rows (dim 0) go to the ranks that need them: an all-to-all; so do the rows of the gradient
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Gathered(NamedTuple):
+    """All ranks of a group get all parts."""
+
+    becomes: str  # the tensor that later layers read
+    over: str  # the group, one inside a pipeline position, such as "dp"
+
+    by = "GATHER"
+    gives = takes = ""
+
+    def bytes(self, size: int, ranks: int) -> int:
+        """Of what it becomes, as plans count it."""
+        return size * ranks
+
+
+class Exchanged(NamedTuple):
+    """Each rank of a group gives rows to each, itself included: first those for rank 0.
+
+    `gives`, `takes`: tensors handed on without a gradient, [ranks of the group], int64: the rows for each
+    rank, and of each. Both empty: all ranks get equally many.
+    """
+
+    becomes: str
+    over: str
+    gives: str = ""
+    takes: str = ""
+    room: float = 1.0  # bytes of what it becomes, as plans count them, over those that leave
+
+    by = "EXCHANGE"
+
+    def bytes(self, size: int, ranks: int) -> int:
+        return int(size * self.room)

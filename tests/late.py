@@ -86,7 +86,7 @@ def _spoiling(engine: Engine, handler: Callable) -> Callable:
     """The handler, whose job has a `spoil`: it overwrites what the job will write."""
     def handle(instruction, slots: Slots):
         job = handler(instruction, slots)
-        if job is None or instruction.travels:
+        if job is None or instruction.of_slot:
             return job
         unit, kept = instruction.unit, slice(0, 0)
         if instruction.op == Op.GATHER:

@@ -177,7 +177,8 @@ class Reference:
         for layer in self.layers:
             out = layer(x, batch, **{name: given[name] for name in layer.reads})
             out = out if isinstance(out, Out) else Out(out)
-            x, given = out.x, {**given, **out.makes}
+            came = {way.becomes: out.makes[name] for name, way in layer.travels.items()}  # of this one rank
+            x, given = out.x, {**given, **out.makes, **came}
             loss = loss if out.loss is None else loss + out.loss
             penalty = penalty if out.penalty is None else penalty + out.penalty
         assert isinstance(loss, torch.Tensor)

@@ -209,15 +209,13 @@ def more(program: list[Instruction], i: int, j: int, rng: random.Random) -> None
         program[j:j] = [*(item._replace(group=group) for group in groups[:groups.index(item.group) + 1]),
                         *down]
     elif item.op in MOVES:
-        pairs = ((Op.OFFLOAD, Op.FETCH), (Op.SPLIT, Op.JOIN))
-        first, then = rng.sample([item._replace(op=op) for pair in pairs if item.op in pair for op in pair],
-                                 2)
+        first, then = rng.sample([item._replace(op=op) for op in (Op.OFFLOAD, Op.FETCH)], 2)
         program.insert(j, first)
         program.insert(rng.choice((j + 1, rng.randint(j + 1, len(program)))), then)
     elif item.op in (Op.GATHER, Op.RELEASE):
         pair = {Op.GATHER: item, Op.RELEASE: item}
         for other in program:
-            if other.unit == item.unit and other.op in pair:
+            if (other.unit, other.kind) == (item.unit, item.kind) and other.op in pair:
                 pair[other.op] = other
         first, then = rng.sample(list(pair.values()), 2)
         program.insert(j, first)

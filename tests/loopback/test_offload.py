@@ -253,7 +253,7 @@ def test_for_whom_a_rank_waits(others, tmp_path):
                 said = engine._awaited(name, index)
                 if item.op in COMPUTE:  # the embedding's backward sends nothing
                     assert ("with rank" in said) == any(sent_by(plan.table, item).values()), item
-                elif item.op in (Op.JOIN, Op.CLIP, Op.SEND, Op.RECV):
+                elif item.op in (Op.CLIP, Op.SEND, Op.RECV) or (item.op == Op.GATHER and item.of_slot):
                     assert "with rank" in said, item
                 elif item.op not in (Op.GATHER, Op.REDUCE):  # a group of theirs may have one rank
                     assert "with rank" not in said, item

@@ -77,7 +77,7 @@ def test_same_bits(name):
 
 @pytest.mark.parametrize("name", ["interleaved-zero3", "zb-v", "offload-zero3"])
 def test_late_messages(name, monkeypatch):
-    """A JOIN that does not wait for its message."""
+    """A GATHER that does not wait for its message."""
     be_late(monkeypatch, seed=4)
     both(*CELLS[name], steps=2)
 
@@ -117,7 +117,7 @@ def test_memory():
         engine, found = Engine(config, plan, comm), []
 
         def look(instruction, slots) -> None:
-            if instruction.op in (Op.SPLIT, Op.RECV, Op.JOIN):
+            if instruction.op in (Op.RELEASE, Op.RECV, Op.GATHER):
                 for slot in slots.alive():
                     if slot.kind in (*PARTS, *WHOLES) and slot.kind not in ("kept", "kpart"):
                         value = slots.get(slot)

@@ -67,7 +67,7 @@ def watch(config: Config, plan: Plan) -> list[Seen]:
 
     def work(comm: Comm) -> Seen:
         engine = Engine(config, plan, comm)
-        pools = engine.handlers[Op.SPLIT].__self__.arena, engine.handlers[Op.OFFLOAD].__self__.kept  # pyright: ignore
+        pools = engine.activation.arena, engine.handlers[Op.OFFLOAD].__self__.kept  # pyright: ignore
         seen = Seen([], [], *(sum(first.untyped_storage().nbytes() for first in pool.first.values())
                               for pool in pools))
         with Alive() as alive:
@@ -241,7 +241,8 @@ def test_partition_cuts_kept_inputs_by_tp(others):
         plan = make_plan(config)
         seen, turns = watch(config, plan), []
         for position, program in enumerate(plan.programs["train"]):
-            turn = next(index for index, item in enumerate(program) if item.op in (Op.JOIN, Op.RECOMPUTE))
+            turn = next(index for index, item in enumerate(program) if item.op == Op.RECOMPUTE
+                        or (item.op == Op.GATHER and item.of_slot))
             turns.append(seen[2 * position].before[turn] + seen[2 * position].arena)
         alive.append(turns)
         plans.append(plan)

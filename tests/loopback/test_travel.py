@@ -90,7 +90,7 @@ def test_bytes_counted_are_the_plans(by, more):
         return comm.sent["dp"] - before, away
 
     sent, away = zip(*run_loopback(plan, make_mesh(config), work), strict=True)
-    sums = [sum(sent_by(plan.table, item).get("dp", 0) for item in program if item.travels == travels)
+    sums = [sum(sent_by(plan.table, item).get("dp", 0) for item in program if item.of_slot == travels)
             for travels in (False, True)]
     if by != "counts":
         assert set(sent) == {sum(sums)} and sums[1]
@@ -128,10 +128,10 @@ def test_graphs(monkeypatch, references):
 
 
 BAD = {
-    "no reader": ("reads = ()", r"layer a sends 'rows', which becomes 'came', but no later layer reads that"),
+    "no reader": ("reads = ()", r"layer a sends 'rows', which becomes 'came', but no later layer reads"),
     "two readers": ("third = ('came',)", r"2 layers read 'came', which layer a sends"),
-    "no such group": ("over = 'ep'", r"layer a: 'rows' travels over 'ep', which is no group inside a pipeline "
-                                     r"position; there are tp, dp, shard"),
+    "no such group": ("over = 'ep'", r"layer a: 'rows' travels over 'ep', which is no group inside a "
+                                     r"pipeline position; there are tp, dp, shard"),
     "across positions": ("over = 'tie'", r"travels over 'tie', which is no group inside a pipeline position"),
     "messages": ("over = 'pp'", r"travels over 'pp', which is no group inside"),
     "what left": ("reads = ('rows',)", r"layer b reads 'rows', which leaves for other ranks: let it"),

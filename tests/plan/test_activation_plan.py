@@ -59,8 +59,8 @@ def full(schedule: str, way: str, zero: int) -> list[str]:
 
 @pytest.mark.parametrize("schedule, way, zero", CELLS, ids=lambda value: str(value))
 def test_passes(schedule, way, zero):
-    """One RECOMPUTE too many or too few, or one before the wrong half of backward; a SPLIT without its JOIN;
-    a FETCH of an input that was never offloaded, or after the input's use."""
+    """One RECOMPUTE too many or too few, or one before the wrong half of backward; a RELEASE without its
+    GATHER; a FETCH of an input that was never offloaded, or after the input's use."""
     plan = plan_of(*full(schedule, way, zero))
     table = plan.table
     for program in plan.programs["train"]:
@@ -71,9 +71,9 @@ def test_passes(schedule, way, zero):
                         if item.op == Op.RECOMPUTE} and len(kept) == count[Op.RECOMPUTE, ""]
         assert kept and all(table.units[u].recompute for u, _ in kept)
         inner = {key for key in kept if key[0] > 0}
-        parts = {item[1:3] for item in program if item.op == Op.SPLIT}
+        parts = {item[1:3] for item in program if item.op == Op.RELEASE and item.of_slot}
         assert parts == {item[1:3] for item in program
-                         if item.op == Op.JOIN} == (inner if "partition" in way else set())
+                         if item.op == Op.GATHER and item.of_slot} == (inner if "partition" in way else set())
         kind = "kpart" if "partition" in way else "kept"
         away = {item[1:3] for item in program if item.op == Op.OFFLOAD}
         assert away == {item[1:3] for item in program if item.op == Op.FETCH} and away <= inner
@@ -81,8 +81,8 @@ def test_passes(schedule, way, zero):
         for u, m in kept:
             first = at.get((Op.BACKWARD, u, m), at.get((Op.BACKWARD_INPUT, u, m)))
             order = [at[Op.FORWARD, u, m], *(at[op, u, m] for op, those in (
-                (Op.SPLIT, parts), (Op.OFFLOAD, away), (Op.FETCH, away),
-                (Op.JOIN, parts)) if (u, m) in those),
+                (Op.RELEASE, parts), (Op.OFFLOAD, away), (Op.FETCH, away),
+                (Op.GATHER, parts)) if (u, m) in those),
                 at[Op.RECOMPUTE, u, m], first]
             assert order == sorted(order), (u, m)
         ahead = [(u, m) for op, u, m, *_ in program if op == Op.RECOMPUTE and u > 0]
@@ -121,8 +121,9 @@ def most_taken(plan: Plan, position: int, name: str) -> Counter[int]:
     table, taken, most = plan.table, set(), Counter()
     for item in plan.programs["train"][position]:
         slot = Slot(name.removeprefix("host_"), item.unit, item.microbatch)
-        takes = {"kept": item.keep == "input", "kpart": item.op == Op.SPLIT}.get(name, item.op == Op.OFFLOAD)
-        gives = {"kept": item.op == Op.RECOMPUTE, "kpart": item.op == Op.JOIN}.get(name, item.op == Op.FETCH)
+        cut, gathered = ((item.op, item.of_slot) == (op, True) for op in (Op.RELEASE, Op.GATHER))
+        takes = {"kept": item.keep == "input", "kpart": cut}.get(name, item.op == Op.OFFLOAD)
+        gives = {"kept": item.op == Op.RECOMPUTE, "kpart": gathered}.get(name, item.op == Op.FETCH)
         if takes and item.unit > 0:
             taken.add(slot)
         elif gives and item.unit > 0:
@@ -209,8 +210,8 @@ def test_budget_above_everything_changes_nothing():
 # ---------------------------------------------------------------- prices
 
 def test_prices():
-    """RECOMPUTE that is predicted to be free: it costs a forward, in time and in traffic. JOIN costs an
-    all-gather of the input, and SPLIT a copy of a part of it."""
+    """RECOMPUTE that is predicted to be free: it costs a forward, in time and in traffic. GATHER costs an
+    all-gather of the input, and RELEASE a copy of a part of it."""
     plan = plan_of(*FULL, "activation.partition=true", "parallel.tp=2")
     cost, table = analytic_cost(plan, Hardware()), plan.table
     copied_s = Prices(Hardware(), 4).moved(table.act_bytes)  # it reads the half of it, and writes it
@@ -218,9 +219,9 @@ def test_prices():
         if item.op == Op.RECOMPUTE:
             forward = Instruction(Op.FORWARD, item.unit, item.microbatch)
             assert cost(0, item) == cost(0, forward) > 0 and sent_by(table, item) == sent_by(table, forward)
-        elif item.op == Op.JOIN:
+        elif item.op == Op.GATHER and item.of_slot:
             assert sent_by(table, item) == {"tp": table.act_bytes // 2} and cost(0, item) > 0
-        elif item.op == Op.SPLIT:
+        elif item.op == Op.RELEASE and item.of_slot:
             assert not sent_by(table, item) and cost(0, item) == copied_s
 
 
@@ -263,13 +264,13 @@ def test_refusals(overrides, said):
     (["parallel.tp=2", "parallel.sequence_parallel=true"], "cut kept inputs over tp already"),
 ])
 def test_partition_without_effect(others, said):
-    """Partitioned activations with sequence parallelism, or alone: a warning, and a plan without SPLIT and
-    JOIN."""
+    """Partitioned activations with sequence parallelism, or alone: a warning, and a plan without RELEASE and
+    GATHER of slots."""
     config = config_of(*FULL, "activation.partition=true", *others)
     assert any("activation.partition=true does nothing here" in line and said in line
                for line in warnings(config))
     plan = make_plan(config)
-    assert not any(item.op in (Op.SPLIT, Op.JOIN) for program in plan.programs["train"] for item in program)
+    assert not any(item.of_slot for program in plan.programs["train"] for item in program)
     check(plan)
     assert not any("partition" in line
                    for line in warnings(config_of(*FULL, "activation.partition=true", "parallel.tp=2")))

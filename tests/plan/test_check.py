@@ -366,5 +366,6 @@ def test_every_op_has_effects_and_fields():
     table = make_plan(tiny("model.family=tests/families/travelling.py:TRAVELLING", "parallel.dp=2")).table
     for op in Op:
         kind = {S: "act", R: "act", **dict.fromkeys(MOVES, "kept"), Op.EXCHANGE: "sent"}.get(op, "")
-        group, microbatch = ("dp" if op in COLLECTIVES else ""), (-1 if op in (Op.GATHER, Op.REDUCE) else 0)
+        group = "dp" if op in COLLECTIVES else ""
+        microbatch = -1 if op in (Op.GATHER, Op.REDUCE, Op.RELEASE) else 0
         assert effects(Instruction(op, 1, microbatch, kind, group=group, peer=1), table, 0).lane

@@ -19,6 +19,7 @@ from threed.program.traffic import sent_by
 BASE = ["parallel.dp=2", "parallel.pp=2", "parallel.tp=2", "model.layers=4", "train.global_batch_size=8",
         "train.eval_every=1", "run.verify_every=2", "checkpoint.every=1"]
 CPU = ["zero.stage=3", "offload.optimizer=cpu", "offload.parameters=cpu"]
+TRAVEL = ["model.family=tests/families/travelling.py:TRAVELLING"]
 FULL = ["activation.policy=full", "activation.partition=true", "activation.offload=cpu"]
 # The passes that may put in each op.
 PASSES: dict[Op, tuple[str, ...]] = {
@@ -26,8 +27,9 @@ PASSES: dict[Op, tuple[str, ...]] = {
     Op.RECOMPUTE: ("recompute",),
     **dict.fromkeys(BACKWARDS, ("order",)),
     **dict.fromkeys(MESSAGES, ("messages", "messages in parts")),
-    **dict.fromkeys((Op.SPLIT, Op.JOIN), ("partition", "messages in parts")),
-    **dict.fromkeys((Op.GATHER, Op.RELEASE, Op.REDUCE), ("zero",)),
+    **dict.fromkeys((Op.GATHER, Op.RELEASE), ("partition", "messages in parts", "zero", "travel")),
+    Op.REDUCE: ("zero", "travel"),
+    Op.EXCHANGE: ("travel",),
     Op.CLIP: ("zero", "delay", "verify"),
     Op.STEP: ("zero", "offload the optimizer", "delay"),
     **dict.fromkeys((Op.OFFLOAD, Op.FETCH), (
@@ -37,7 +39,8 @@ PASSES: dict[Op, tuple[str, ...]] = {
 
 @pytest.mark.parametrize(
     "overrides", [[], CPU, [*CPU, *FULL], ["offload.optimizer=cpu", "offload.delayed_update=true"],
-                  ["parallel.split_messages=on"]], ids=str)
+                  ["parallel.split_messages=on"], TRAVEL,
+                  [*TRAVEL, "model.by=gather", "zero.stage=3"]], ids=str)
 def test_each_instruction_has_its_pass(overrides):
     """An instruction that is attributed to the wrong pass; slots, ranks or bytes that are not the plan's. (Of
     a long program, every third instruction.)"""

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 
@@ -15,6 +16,7 @@ from tests.guides import EXTENDING, ROOT, added_pass, blocks, code
 from tests.plan.test_docs import run
 from threed.base.errors import ConfigError, PlanError
 from threed.optim.registry import OPTIMIZERS
+from threed.program.instruction import Instruction, Op
 
 SCHEDULE = """
 from tests.guides import EXTENDING, add_schedule
@@ -68,6 +70,17 @@ def test_pass():
         with pytest.raises(PlanError, match="reads 'saved u4 m0'"):
             threed.plan(threed.load("configs/toy.yaml", ["parallel.schedule=gpipe"]))
     assert "Add this to `STEP`, below the line of the pass `recompute`" in page
+
+
+def test_pass_of_slots():
+    """Of a program that gathers tensors and parameters, the guide's function tells them apart."""
+    names: dict = {"Counter": Counter, "Op": Op, "Instruction": Instruction}
+    exec(code("pass")[-1], names)
+    plan = threed.plan(threed.load("configs/toy.yaml", [
+        "model.family=tests/families/travelling.py:TRAVELLING", "model.by=gather", "zero.stage=1"]))
+    program = plan.programs["train"][0]
+    assert names["gathers"](program) == {False: len(plan.table.held(0)), True: sum(
+        item.op == Op.FORWARD and bool(plan.table.units[item.unit].makes) for item in program)}
 
 
 def test_picture_of_a_schedule():

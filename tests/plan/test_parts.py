@@ -140,19 +140,19 @@ WAYS = [["parallel.dp=2", "zero.stage=3", "activation.policy=full", "activation.
 
 @pytest.mark.parametrize("schedule, way", [*itertools.product([*SCHEDULES, INTERLEAVED], WAYS)], ids=str)
 def test_each_message(schedule, way):
-    """SPLIT stands right before its SEND. JOIN stands before what reads the value and behind what does not,
-    so that nothing waits for a message sooner than it did: RECOMPUTE runs before its gradient comes."""
+    """RELEASE stands right before its SEND. GATHER stands before what reads the value and behind what does
+    not, so that nothing waits for a message sooner than it did: RECOMPUTE runs before its gradient comes."""
     plan, whole = (plan_of(*schedule, *way, other) for other in (ON, OFF))
     for name, programs in plan.programs.items():
         for program, before in zip(programs, whole.programs[name]):
             assert [item for item in program
-                    if item.op not in (Op.SPLIT, Op.JOIN) or item.kind == "kept"] == [
+                    if not item.of_slot or item.kind == "kept"] == [
                 item._replace(kind=PARTS[item.kind]) if item.op in MESSAGES else item for item in before]
             for index, item in enumerate(program):
                 if item.kind in ("act", "grad"):
-                    assert item.op in (Op.SPLIT, Op.JOIN)
+                    assert item.of_slot
                     then = program[index + 1]
-                    if item.op == Op.SPLIT:
+                    if item.op == Op.RELEASE:
                         assert then == item._replace(op=Op.SEND, kind=PARTS[item.kind], peer=then.peer)
                     else:
                         then = next(each for each in program[index:] if each.op in COMPUTE)
@@ -163,12 +163,12 @@ def test_each_message(schedule, way):
 @pytest.mark.parametrize("others", [["parallel.dp=1"], ["parallel.dp=1", "parallel.schedule=zb-h1"],
                                     ["parallel.dp=1", *INTERLEAVED]], ids=str)
 def test_none_can_be_left_out(others):
-    """A SPLIT, JOIN or message that is left out, runs twice, or is of another micro-batch or kind."""
+    """A RELEASE, GATHER or message that is left out, runs twice, or is of another micro-batch or kind."""
     plan = plan_of(*others, "train.global_batch_size=3", "run.verify_every=0", ON)
     tried = 0
     for position, program in enumerate(plan.programs["train"]):
         for index, item in enumerate(program):
-            if item.op not in (Op.SPLIT, Op.JOIN, *MESSAGES):
+            if not item.of_slot and item.op not in MESSAGES:
                 continue
             other = {**PARTS, **WHOLES}[item.kind]
             for changed in ((), (item, item), (item._replace(microbatch=item.microbatch ^ 1),),
@@ -182,11 +182,11 @@ def test_none_can_be_left_out(others):
 
 
 def test_a_plan_without_parts_has_no_such_instructions():
-    """SPLIT of a message, or a message of a part, in a plan in which no message is cut."""
+    """RELEASE of a message, or a message of a part, in a plan in which no message is cut."""
     plan = plan_of("parallel.dp=1", OFF)
     at = next(index for index, item in enumerate(plan.programs["train"][0]) if item.op == Op.SEND)
     send = plan.programs["train"][0][at]
-    for changed in ((Instruction(Op.SPLIT, send.unit, send.microbatch, kind="act"), send),
+    for changed in ((Instruction(Op.RELEASE, send.unit, send.microbatch, kind="act"), send),
                     (send._replace(kind="actpart"),)):
         programs = list(plan.programs["train"])
         programs[0] = (*programs[0][:at], *changed, *programs[0][at + 1:])
@@ -208,7 +208,7 @@ def test_sizes():
     for before, after in zip(stages(Analysis(whole)), stages(Analysis(pieces))):
         assert before.sent_bytes["pp"] == 8 * after.sent_bytes["pp"] == m * act
         assert after.sent_bytes["tp"] - before.sent_bytes["tp"] == m * ring(act, 8)
-        # While JOIN makes the whole, the part is alive, too.
+        # While GATHER makes the whole, the part is alive, too.
         assert after.activation_peak_bytes <= before.activation_peak_bytes + act // 8
     gpipe = ["parallel.schedule=gpipe", *FAR]
     before, after = (stages(Analysis(plan_of(*gpipe, way)))[1].slot_peak_bytes
@@ -217,14 +217,15 @@ def test_sizes():
 
 
 def test_prices():
-    """SEND takes an adapter's time for a part; SPLIT and JOIN take memory's and NVLink's."""
+    """SEND takes an adapter's time for a part; RELEASE and GATHER take memory's and NVLink's."""
     plan, hardware = plan_of(*FAR), Hardware.parse("a100-sxm")
     priced, act, travel = cost(plan, hardware), plan.table.act_bytes, Travel(hardware)
     send = next(item for item in plan.programs["train"][0] if item.op == Op.SEND)
     assert priced(0, send) == travel.message(act // 8, True) < travel.message(act, True) / 4
-    split, join = (Instruction(op, send.unit, 0, kind="act") for op in (Op.SPLIT, Op.JOIN))
-    assert priced(0, split) == Prices(hardware, 2).moved(act // 4)
-    assert priced(1, join) == travel.ring(ring(act, 8), GroupPlace(range(8), 8))
+    cut = Instruction(Op.RELEASE, send.unit, 0, kind="act")
+    gather = Instruction(Op.GATHER, send.unit, 0, kind="act", group="tp")
+    assert priced(0, cut) == Prices(hardware, 2).moved(act // 4)
+    assert priced(1, gather) == travel.ring(ring(act, 8), GroupPlace(range(8), 8))
 
 
 @pytest.mark.parametrize("hardware, least", [("a100-sxm", 0.02), ("a100-sxm,adapter_gbps=25", 0.5)])

@@ -20,7 +20,7 @@ BASE = ["model.layers=4", "parallel.pp=2", "parallel.dp=2", "train.global_batch_
         "parallel.stage_units=[3,3]"]
 NVME = ["offload.optimizer=nvme", f"offload.nvme_path={tempfile.gettempdir()}"]
 DELAYED = ["offload.optimizer=cpu", "offload.delayed_update=true"]
-WORK = {*COMPUTE, Op.SEND, Op.RECV, Op.REDUCE, Op.SPLIT, Op.JOIN}
+WORK = {*COMPUTE, Op.SEND, Op.RECV, Op.REDUCE}
 
 
 def plan_of(*overrides: str) -> Plan:

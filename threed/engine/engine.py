@@ -34,7 +34,7 @@ from threed.program.analysis import Analysis
 from threed.program.check import describe
 from threed.program.effects import effects
 from threed.program.graphs import graphs
-from threed.program.instruction import COMPUTE, MESSAGES, Instruction, Slot
+from threed.program.instruction import COMPUTE, MESSAGES, PARTS, Instruction, Slot
 from threed.program.names import GENERATE, SNAPSHOT, VERIFY, WAITING
 from threed.program.plan import Plan
 from threed.program.seam import seam_of
@@ -77,14 +77,14 @@ class Engine:
                           config.train.seed, comm.device)
         layers = built(config, table, table.units_of(position), context, parameters)
         stream, keeping = streams(config, table, context), partial(_keeping, table, self.states, self.saving)
-        activation = ActivationRun(comm, table, shared, dtype, stream)
+        self.activation = activation = ActivationRun(comm, table, shared, dtype, stream)
         self.pipeline = PipelineRun(comm, table, layers, context, stream, keeping, activation)
         if self.graphs is not None:
             self.pipeline.runner = self.graphs
-        of_units, of_slots = self.zero.handlers(), TravelRun(comm, table).handlers()
-        both = {op: _either(of_slots[op], of_units.get(op)) for op in of_slots}
-        self.handlers = {**self.pipeline.handlers(), **of_units, **activation.handlers(),
-                         **offload.handlers(), **both}
+        by_kind = [self.zero.handlers(), activation.handlers(), TravelRun(comm, table).handlers()]
+        ops = dict.fromkeys(op for each in by_kind for op in each)
+        self.handlers = {**self.pipeline.handlers(), **offload.handlers(),
+                         **{op: _by_kind(*(each.get(op) for each in by_kind)) for op in ops}}
         self.orders = {name: analysis.order(name, position) for name in plan.programs}
         self.clock = device_of(comm.device).clock()
         self._ended: list[Any] = []  # marks of the program under way: the end of each instruction
@@ -259,12 +259,22 @@ class Engine:
         return f"{text}, with rank{'s' if len(others) > 1 else ''} {_some(others)}" if others else text
 
 
-def _either(of_slot: Callable[[Instruction, Slots], Any],
-            of_unit: Callable[[Instruction, Slots], Any] | None) -> Callable[[Instruction, Slots], Any]:
-    """The handler of one of COLLECTIVES: of a slot that travels, and of a parameter unit."""
-    if of_unit is None:
-        return of_slot
-    return lambda item, slots: of_slot(item, slots) if item.travels else of_unit(item, slots)
+_Handler = Callable[[Instruction, Slots], Any]
+
+
+def _by_kind(of_unit: _Handler | None, cut: _Handler | None,
+             travels: _Handler | None) -> _Handler:
+    """The handler of an op: of a parameter unit, of a slot that is cut over ranks, of one that travels."""
+    if cut is None and travels is None:
+        assert of_unit is not None
+        return of_unit
+
+    def handle(item: Instruction, slots: Slots) -> Any:
+        handler = of_unit if not item.of_slot else cut if item.kind in PARTS else travels
+        assert handler is not None, item
+        return handler(item, slots)
+
+    return handle
 
 
 def _keeping(table: Table, states: Mapping[int, UnitState], saving: SavingPolicy,

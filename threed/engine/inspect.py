@@ -68,7 +68,7 @@ def results(engine: Engine, instruction: Instruction, slots: Slots) -> Iterator[
 
 def phase_of(instruction: Instruction, table: Table) -> int:
     """The phase of an instruction, as in Finding."""
-    if instruction.travels:
+    if instruction.of_slot:
         return int(all(made.name != instruction.kind for made in table.units[instruction.unit].makes))
     return 0 if instruction.op == Op.FORWARD else 2 if instruction.op in (Op.REDUCE, Op.CLIP) else 1
 
@@ -76,7 +76,7 @@ def phase_of(instruction: Instruction, table: Table) -> int:
 def named(engine: Engine, instruction: Instruction) -> str:
     """A compute instruction, or one of a parameter unit, in words."""
     op, unit, microbatch, *_ = instruction
-    if op == Op.REDUCE and not instruction.travels:
+    if op == Op.REDUCE and not instruction.of_slot:
         return f"p{unit} ({engine.plan.table.parameters[unit].name}), {op}"
     return f"u{unit} ({engine.plan.table.units[unit].name}), micro-batch {microbatch}, {op}"
 

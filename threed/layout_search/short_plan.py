@@ -30,7 +30,7 @@ from threed.prediction.contention import PredictedStep, step
 from threed.prediction.hardware import Hardware
 from threed.program.analysis import Analysis
 from threed.program.entries import ComputeUnit, ParameterUnit
-from threed.program.instruction import COMPUTE, Instruction, Op
+from threed.program.instruction import COLLECTIVES, COMPUTE, Instruction, Op
 from threed.program.plan import Plan
 from threed.program.table import Table
 from threed.program.walk import Cost, Walk
@@ -299,12 +299,13 @@ class ShortPlans:
         busy = sum(rows) + sum(steps) * (offload.optimizer == "none")
         return StepParts(step_s, spent((Op.RECOMPUTE,), self.hardware)[most],
                          rows[most] - spent(COMPUTE, fast)[most] if parallel.tp > 1 else 0.0,
-                         longer((Op.GATHER, Op.REDUCE)) if self.config.dp > 1 else 0.0,
+                         longer(COLLECTIVES) if self.config.dp > 1 else 0.0,
                          longer((Op.OFFLOAD, Op.FETCH)) if offload != OffloadConfig() else 0.0,
                          max(0.0, 1 - busy / self.p / step_s))
 
 
-_FREE = (Op.GATHER, Op.REDUCE, Op.OFFLOAD, Op.FETCH, Op.CLIP, Op.STEP)
+_FREE = (*COLLECTIVES, Op.OFFLOAD, Op.FETCH, Op.CLIP, Op.STEP)
+_GATHERS = (Op.GATHER, Op.RELEASE)
 _KEPT = ("kept", "kpart")  # inputs that are kept for RECOMPUTE: with it their moves are free
 
 
@@ -314,6 +315,8 @@ def _walked(made: Analysis, hardware: Hardware, free: Collection[Op],
     price = cost(made.plan if change is None else replace(made.plan, table=change(made.table)), hardware)
 
     def seconds(position: int, item: Instruction) -> float:
+        if item.op in _GATHERS and item.kind in ("act", "grad"):  # parts of messages, which stay
+            return price(position, item)
         return 0.0 if (Op.RECOMPUTE if item.kind in _KEPT else item.op) in free else price(position, item)
 
     return step(made, seconds, hardware)

@@ -1,7 +1,7 @@
 """Attribute: how one rank spent the time of a step. The parts add up to the step.
 
-    compute      FORWARD and BACKWARD, with the tensor-parallel collectives inside them; SPLIT and JOIN of
-                 what they keep
+    compute      FORWARD and BACKWARD, with the tensor-parallel collectives inside them; RELEASE and
+                 GATHER of what they keep
     p2p_wait     waiting for activations and gradients of other positions, for a tied embedding's other half,
                  and until what was sent has left; issuing messages
     dp_wait      waiting for the results of GATHER, REDUCE and EXCHANGE, issuing them, and CLIP's all-reduce
@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from threed.base.mesh import GROUPS
-from threed.program.instruction import COLLECTIVES, COMPUTE, MESSAGES, Instruction, Op
+from threed.program.instruction import COLLECTIVES, COMPUTE, MESSAGES, WHOLES, Instruction, Op
 from threed.program.trace import Trace
 
 CAUSES = ("compute", "p2p_wait", "dp_wait", "optimizer", "offload", "idle")
@@ -27,7 +27,7 @@ PARTS = ("compute", "p2p_wait", "dp_wait", "optimizer", "offload", "clip")  # wh
 
 def cause_of(item: Instruction) -> str:
     """What the time of an instruction counts as, on its own rank or on one that waits for it."""
-    if item.op in (*COMPUTE, Op.SPLIT, Op.JOIN):
+    if item.op in COMPUTE or (item.of_slot and item.kind in WHOLES.values()):
         return "compute"
     if item.op in MESSAGES or (item.op == Op.REDUCE and GROUPS[item.group].across_positions):
         return "p2p_wait"

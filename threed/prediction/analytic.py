@@ -44,7 +44,7 @@ def cost(plan: Plan, hardware: Hardware, measured: Costs | None = None) -> Cost:
             return compute.step(instruction.unit)
         if op == Op.CLIP and instruction.gradients != "none":
             return compute.norm(position) + travel.seconds(position, instruction)
-        if op == Op.SPLIT:  # it copies this rank's part
+        if op == Op.RELEASE and instruction.of_slot:  # it copies this rank's part
             part = table.size(instruction.slot._replace(kind=PARTS[instruction.kind]))
             return compute.prices.moved(2 * part)
         if op in (Op.OFFLOAD, Op.FETCH):
@@ -177,10 +177,8 @@ class _Travel:
             return self.travel.all_reduce(8, self.places["world"]) + self.hardware.kernel_us * 1e-6
         if not sent:
             return 0.0
-        group = instruction.group or self.table.cut_over(instruction.kind)[0]
-        if instruction.op == Op.EXCHANGE:
-            return self.travel.exchange(sent, self.places[group])
-        return self.travel.ring(sent, self.places[group])
+        way = self.travel.exchange if instruction.op == Op.EXCHANGE else self.travel.ring
+        return way(sent, self.places[instruction.group])
 
 
 def _places(plan: Plan, hardware: Hardware) -> dict[str, GroupPlace]:

@@ -258,7 +258,7 @@ def _check_collectives(name: str, programs: Sequence[Program], table: Table, lin
     reduces = [[program[index] for index in _places(linked, Op.REDUCE)]
                for program, linked in zip(programs, links, strict=True)]
     for group in (group for group, row in GROUPS.items() if row.across_positions):
-        calls = [[item.unit for item in program if item.group == group and not item.travels]
+        calls = [[item.unit for item in program if item.group == group and not item.of_slot]
                  for program in reduces]
         members = {position for unit in table.parameters.values() for position in unit.positions
                    if any(step.group == group for step in unit.reductions)}

@@ -156,7 +156,23 @@ def _message(item: Instruction, table: Table) -> Slot:
     return item.slot
 
 
-# ---- tensors that travel
+# ---- tensors of a micro-batch and other ranks
+
+
+def _of_slot(item: Instruction, table: Table) -> Effects:
+    return _cut(item, table) if item.kind in PARTS else _travel(item, table)
+
+
+def _cut(item: Instruction, table: Table) -> Effects:
+    """RELEASE: of a kept input, or a message, which is the same on all ranks of a group, each keeps its part;
+    GATHER: all get all of it."""
+    (group, _), upper = table.cut_over(item.kind), item.slot
+    moves = _keeps(item, table) if item.kind == "kept" else table.sent_in_parts(item.kind, item.unit)
+    if not group or not moves or item.group != (group if item.op == Op.GATHER else ""):
+        raise KeyError(f"{item}: it is not cut{f' over {group}' if group else ''}")
+    part = (upper._replace(kind=PARTS[item.kind]),)
+    source, target = ((upper,), part) if item.op == Op.RELEASE else (part, (upper,))
+    return Effects("compute", source, target, frees=source, groups=(group,) if item.op == Op.GATHER else ())
 
 
 def _travel(item: Instruction, table: Table) -> Effects:
@@ -173,8 +189,8 @@ def _exchange(item: Instruction, table: Table, _: int) -> Effects:
 
 
 def _gather(item: Instruction, table: Table, _: int) -> Effects:
-    if item.travels:
-        return _travel(item, table)
+    if item.of_slot:
+        return _of_slot(item, table)
     unit = table.parameters.get(item.unit)
     if unit is None or item.group != unit.shard_group:
         raise KeyError(f"p{item.unit} is sharded over {unit.shard_group if unit else 'nothing'}, not "
@@ -188,12 +204,14 @@ def _gather(item: Instruction, table: Table, _: int) -> Effects:
 
 
 def _release(item: Instruction, table: Table, _: int) -> Effects:
+    if item.of_slot:
+        return _cut(item, table)
     return Effects("compute", frees=(Slot("param", item.unit),))
 
 
 def _reduce(item: Instruction, table: Table, _: int) -> Effects:
     """A gradient is summed over a group, on its way from `wgrad` to `gshard`."""
-    if item.travels:
+    if item.of_slot:
         return _travel(item, table)
     unit = item.unit
     step = next((step for step in table.reductions(unit) if step.group == item.group), None)
@@ -251,7 +269,7 @@ def _gradient(table: Table, unit: int) -> Slot:
 
 
 def _move(item: Instruction, table: Table, position: int) -> Effects:
-    """SPLIT, JOIN, OFFLOAD and FETCH, by the kind of slot."""
+    """OFFLOAD and FETCH, by the kind of slot."""
     move = _MOVES.get(item.kind)
     if move is None:
         raise KeyError(f"{item.op} does not move '{item.slot}'")
@@ -263,19 +281,17 @@ _LANES = {(Op.OFFLOAD, Tier.DEVICE): "d2h", (Op.FETCH, Tier.DEVICE): "h2d", (Op.
 
 
 def _move_activation(item: Instruction, table: Table, _: int) -> Effects:
-    """A kept input, or a message, goes into another form; a kept input goes to the host; or it comes back."""
-    reshaped, kept = item.op in (Op.SPLIT, Op.JOIN), item.kind in ("kept", "kpart")
-    moves = (table.keeps_stream(item.unit) if kept and 0 <= item.unit < len(table.units) else
-             reshaped and table.sent_in_parts(item.kind, item.unit))
-    if not moves or item.tier != Tier.DEVICE or (reshaped and item.kind not in PARTS):
-        raise KeyError(str(item))
+    """A kept input goes to the host, or comes back."""
     upper = item.slot
-    lower = upper._replace(kind=PARTS[item.kind]) if reshaped else upper.below
-    source, target = (upper, lower) if item.op in (Op.SPLIT, Op.OFFLOAD) else (lower, upper)
-    group = table.cut_over(item.kind)[0]
-    groups = (group,) if item.op == Op.JOIN and group else ()
-    lane = "compute" if reshaped else _LANES[item.op, item.tier]
-    return Effects(lane, (source,), (target,), frees=(source,), groups=groups)
+    moves = upper.kind in ("kept", "kpart") and _keeps(item, table)
+    if not moves or item.tier != Tier.DEVICE:
+        raise KeyError(str(item))
+    source, target = (upper, upper.below) if item.op == Op.OFFLOAD else (upper.below, upper)
+    return Effects(_LANES[item.op, item.tier], (source,), (target,), frees=(source,))
+
+
+def _keeps(item: Instruction, table: Table) -> bool:
+    return 0 <= item.unit < len(table.units) and table.keeps_stream(item.unit)
 
 
 def _of_unit(move: Callable[[Instruction, Table], Effects | None],
@@ -340,7 +356,7 @@ def _move_snapshot(item: Instruction, table: Table, position: int) -> Effects:
 
 
 _MOVES: dict[str, Callable[[Instruction, Table, int], Effects]] = {
-    **dict.fromkeys(("kept", "kpart", "act", "grad"), _move_activation),
+    **dict.fromkeys(("kept", "kpart"), _move_activation),
     "gshard": _of_unit(_move_gradient),
     "state": _of_unit(_move_state),
     **dict.fromkeys(("param", "pshard"), _of_unit(_move_weight)),
@@ -359,6 +375,6 @@ _EFFECTS: dict[Op, Callable[[Instruction, Table, int], Effects]] = {
     Op.EXCHANGE: _exchange,
     Op.CLIP: _clip,
     Op.STEP: _step,
-    **dict.fromkeys((Op.SPLIT, Op.JOIN, Op.OFFLOAD, Op.FETCH), _move),
+    **dict.fromkeys((Op.OFFLOAD, Op.FETCH), _move),
 }
 assert set(_EFFECTS) == set(Op)

@@ -53,7 +53,7 @@ def _name(item: Instruction, table: Table) -> str:
     """The unit that an instruction works on, in words."""
     if item.unit < 0:
         return "the whole model"
-    of_parameters = item.op in (Op.GATHER, Op.RELEASE, Op.REDUCE, Op.STEP) and not item.travels
+    of_parameters = item.op in (Op.GATHER, Op.RELEASE, Op.REDUCE, Op.STEP) and not item.of_slot
     if of_parameters or item.kind in PARAMETER_KINDS:
         return f"p{item.unit} ({table.parameters[item.unit].name})"
     return f"u{item.unit} ({table.units[item.unit].name})"

@@ -57,8 +57,6 @@ class Op(StrEnum):
     RECV = "RECV"
     GATHER = "GATHER"
     RELEASE = "RELEASE"
-    SPLIT = "SPLIT"
-    JOIN = "JOIN"
     OFFLOAD = "OFFLOAD"
     FETCH = "FETCH"
     REDUCE = "REDUCE"
@@ -74,9 +72,9 @@ PHASES: dict[Op, tuple[str, ...]] = {Op.FORWARD: ("forward",), Op.RECOMPUTE: ("f
                                      Op.BACKWARD: ("input", "weight"), Op.BACKWARD_INPUT: ("input",),
                                      Op.BACKWARD_WEIGHT: ("weight",)}
 MESSAGES = (Op.SEND, Op.RECV)
-MOVES = (Op.SPLIT, Op.JOIN, Op.OFFLOAD, Op.FETCH)  # they move a slot to another form or tier, and back
+MOVES = (Op.OFFLOAD, Op.FETCH)  # they move a slot to another tier, and back
 
-# They take part in a collective: of a parameter unit, or of a slot of a micro-batch, which travels.
+# They take part in a collective: of a parameter unit, or of a slot of a micro-batch.
 COLLECTIVES = (Op.GATHER, Op.REDUCE, Op.EXCHANGE)
 
 # The fields that an op uses. The others must keep their defaults: they are not printed.
@@ -87,7 +85,7 @@ FIELDS: dict[Op, tuple[str, ...]] = {
     Op.OFFLOAD: ("unit", "microbatch", "kind", "tier", "age"),
     **dict.fromkeys(MESSAGES, ("unit", "microbatch", "kind", "peer")),
     **dict.fromkeys(COLLECTIVES, ("unit", "microbatch", "kind", "group")),
-    Op.RELEASE: ("unit",),
+    Op.RELEASE: ("unit", "microbatch", "kind"),
     Op.STEP: ("unit", "age"),
     Op.CLIP: ("gradients",),
 }
@@ -120,7 +118,8 @@ class Tier(StrEnum):
 
 
 _TIERS = list(Tier)
-# Kinds of slots that SPLIT cuts over tp ranks -> the kind of a rank's part, from which JOIN makes the whole.
+# Kinds of slots that RELEASE cuts over tp ranks -> the kind of a rank's part, from which GATHER makes the
+# whole.
 PARTS = {"kept": "kpart", "act": "actpart", "grad": "gradpart"}
 WHOLES = {part: kind for kind, part in PARTS.items()}
 # Kinds of slots, besides those of the tensors that units hand on and of their gradients.
@@ -165,7 +164,7 @@ class Instruction(NamedTuple):
     op: Op
     unit: int = -1  # compute unit of COMPUTE and of slots of compute units; else parameter unit
     microbatch: int = -1
-    kind: str = ""  # MESSAGES, MOVES, COLLECTIVES of a slot: of the slot
+    kind: str = ""  # MESSAGES, MOVES, COLLECTIVES and RELEASE of a slot: of the slot
     tier: Tier = Tier.DEVICE  # MOVES: of the slot, the upper one of the two
     group: str = ""  # COLLECTIVES: the ranks that take part
     peer: int = -1  # MESSAGES: the other pipeline position
@@ -175,14 +174,14 @@ class Instruction(NamedTuple):
     age: str = ""  # prev: STEP applies gradients of the step before, OFFLOAD of a snapshot copies them too
 
     @property
-    def travels(self) -> bool:
-        """Whether it is one of COLLECTIVES, and takes a slot of a micro-batch to other ranks: it is not about
-        a parameter unit."""
-        return self.op in COLLECTIVES and (self.microbatch >= 0 or bool(self.kind))
+    def of_slot(self) -> bool:
+        """Of COLLECTIVES and RELEASE: whether it is about a slot of a micro-batch, not about a parameter
+        unit."""
+        return (self.microbatch >= 0 or bool(self.kind)) and (self.op in COLLECTIVES or self.op == Op.RELEASE)
 
     @property
     def slot(self) -> Slot:
-        """The slot that MESSAGES, MOVES and COLLECTIVES of a slot name."""
+        """The slot that MESSAGES, MOVES, and others of a slot name."""
         return Slot(self.kind, self.unit, self.microbatch, self.tier)
 
     @property
@@ -197,8 +196,8 @@ class Instruction(NamedTuple):
         if self.op in MOVES:
             return f"{self.op} {self.slot}{' with waiting gradients' if self.age else ''}"
         parts: list[str] = [self.op]
-        if self.op in COLLECTIVES and self.kind:
-            return f"{self.op} {self.slot} ({self.group})"
+        if self.of_slot:
+            return f"{self.op} {self.slot}{f' ({self.group})' if self.group else ''}"
         if self.unit >= 0:
             parts.append(f"{'u' if self.op in COMPUTE else 'p'}{self.unit}")
         if self.microbatch >= 0:

@@ -87,7 +87,7 @@ def stage(analysis: Analysis, position: int, alive: Memory) -> StageSummary:
         if form.item.op in (Op.OFFLOAD, Op.FETCH):
             moved[form.effect.lane] += count * moved_by(table, form.item)
         # Of parameter units; a REDUCE on the compute lane sums in place, and is not counted.
-        if not form.item.travels and (form.item.op != Op.REDUCE or form.effect.lane != "compute"):
+        if not form.item.of_slot and (form.item.op != Op.REDUCE or form.effect.lane != "compute"):
             counts[form.item.op] += count
     # Sums that come up to be added to, on the same lane.
     for unit, times in lowered(table, links.program).items():

@@ -89,7 +89,7 @@ class Table:
         return unit > 0 and not self.units[unit].adds and (before is None or before.flat)
 
     def cut_over(self, kind: str) -> tuple[str, int]:
-        """The group over which SPLIT cuts a kind of slot, empty where there is none, and its ranks."""
+        """The group over which RELEASE cuts a kind of slot, empty where there is none, and its ranks."""
         settings = self.activation
         return ((settings.partition, settings.parts) if kind == "kept" else
                 (self.messages.group, self.messages.parts))

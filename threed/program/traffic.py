@@ -10,7 +10,7 @@ from threed.base.mesh import GROUPS
 from threed.base.quantity import add_up, ring
 from threed.program.entries import ParameterUnit, Reduction
 from threed.program.handed import move_of
-from threed.program.instruction import PHASES, Instruction, Op, Tier
+from threed.program.instruction import PARTS, PHASES, Instruction, Op, Tier
 from threed.program.table import Table
 
 
@@ -21,13 +21,10 @@ def sent_by(table: Table, instruction: Instruction) -> dict[str, int]:
         return table.logits.sent[unit]
     if op in PHASES:
         return add_up(table.units[unit].traffic[phase] for phase in PHASES[op])
-    if op == Op.JOIN:
-        group, ranks = table.cut_over(instruction.kind)
-        return {GROUPS[group].counts: ring(table.size(instruction.slot), ranks)}
     if op == Op.SEND:
         return {GROUPS["pp"].counts: table.size(instruction.slot)}
-    if instruction.travels:
-        return {GROUPS[instruction.group].counts: _travelled(table, instruction)}
+    if instruction.of_slot and op != Op.RELEASE:
+        return {GROUPS[instruction.group].counts: _of_slot(table, instruction)}
     if op == Op.GATHER:
         held = table.parameters[unit]
         return {GROUPS[instruction.group].counts: ring(held.numel * table.elements.param, held.shards)}
@@ -37,8 +34,10 @@ def sent_by(table: Table, instruction: Instruction) -> dict[str, int]:
     return {}
 
 
-def _travelled(table: Table, instruction: Instruction) -> int:
+def _of_slot(table: Table, instruction: Instruction) -> int:
     """Of an exchange: the bytes that leave, if all ranks get equally many."""
+    if instruction.kind in PARTS:
+        return ring(table.size(instruction.slot), table.cut_over(instruction.kind)[1])
     move = move_of(instruction, table)
     assert move.handed.trip is not None
     trip = move.handed.trip

@@ -3,7 +3,7 @@ is whole, cut over tp, or on the host. No torch.
 
     keep all      FORWARD ... BACKWARD
     keep input    FORWARD keep=input ... RECOMPUTE BACKWARD
-    partitioned   FORWARD keep=input  SPLIT ... JOIN  RECOMPUTE BACKWARD
+    partitioned   FORWARD keep=input  RELEASE ... GATHER  RECOMPUTE BACKWARD
     on the host   FORWARD keep=input  OFFLOAD ... FETCH ... RECOMPUTE BACKWARD
 
 RECOMPUTE comes before the half of backward that reads its result, and waits for no message: it runs while the
@@ -89,10 +89,11 @@ def partition(programs: Programs, table: Table) -> Programs:
         out: Program = []
         for item in program:
             if item.op == Op.RECOMPUTE and table.keeps_stream(item.unit):
-                out.append(Instruction(Op.JOIN, item.unit, item.microbatch, kind="kept"))
+                out.append(Instruction(Op.GATHER, item.unit, item.microbatch, kind="kept",
+                                       group=table.activation.partition))
             out.append(item)
             if item.op == Op.FORWARD and item.keep == "input" and table.keeps_stream(item.unit):
-                out.append(Instruction(Op.SPLIT, item.unit, item.microbatch, kind="kept"))
+                out.append(Instruction(Op.RELEASE, item.unit, item.microbatch, kind="kept"))
         result.append(out)
     return result
 
@@ -104,7 +105,7 @@ def offload(programs: Programs, table: Table) -> Programs:
         return programs
     kind, writer, reader = "kept", Op.FORWARD, Op.RECOMPUTE
     if table.activation.partition:
-        kind, writer, reader = "kpart", Op.SPLIT, Op.JOIN
+        kind, writer, reader = "kpart", Op.RELEASE, Op.GATHER
     result = []
     for program in programs:
         uses = [index for index, item in enumerate(program)

@@ -1,5 +1,5 @@
-"""Kept inputs on the device: stored, split over tp (SPLIT), joined (JOIN). Messages are split and joined in
-the same way."""
+"""Kept inputs on the device: stored, cut over tp (RELEASE), gathered (GATHER). Messages are cut and gathered
+in the same way."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ActivationRun:
         self.in_arena = bool(buffers.kept)
 
     def handlers(self) -> dict[Op, Callable[[Instruction, Slots], None]]:
-        return {Op.SPLIT: self.split, Op.JOIN: self.join}
+        return {Op.RELEASE: self.release, Op.GATHER: self.gather}
 
     def keep(self, x: torch.Tensor) -> torch.Tensor:
         """A unit's input, moved to where it is kept until RECOMPUTE: nothing else of the forward is kept."""
@@ -36,7 +36,7 @@ class ActivationRun:
         BACKWARD."""
         return self._withdraw(x) if self.in_arena and not self.table.activation.partition else x
 
-    def split(self, instruction: Instruction, slots: Slots) -> None:
+    def release(self, instruction: Instruction, slots: Slots) -> None:
         """[s, B, D], equal on all ranks of the group -> this rank's part of its elements."""
         kind = instruction.kind
         group = self.comm.groups[self.table.cut_over(kind)[0]]
@@ -45,7 +45,7 @@ class ActivationRun:
         slots.put(instruction.slot._replace(kind=PARTS[kind]),
                   self._store(part) if self.in_arena and kind == "kept" else part.clone())
 
-    def join(self, instruction: Instruction, slots: Slots) -> None:
+    def gather(self, instruction: Instruction, slots: Slots) -> None:
         """All-gather the parts of all ranks of the group."""
         kind = instruction.kind
         group = self.comm.groups[self.table.cut_over(kind)[0]]

@@ -96,7 +96,7 @@ def _down(program: Program, table: Table, away: list[int]) -> tuple[Program, Pro
         if item.op != Op.STEP:
             out.append(item)
         last = table.reductions(item.unit)[-1].group if item.unit in away else ""
-        if item.op == Op.REDUCE and not item.travels and item.group == last:
+        if item.op == Op.REDUCE and not item.of_slot and item.group == last:
             out.append(Instruction(Op.OFFLOAD, item.unit, kind="gshard"))
     return out, [item for item in program if item.op == Op.STEP and item.unit not in away]
 
@@ -160,7 +160,7 @@ def parameters(programs: Programs, table: Table) -> Programs:
     result = []
     for program in programs:
         gathers = [index for index, item in enumerate(program)
-                   if item.op == Op.GATHER and not item.travels
+                   if item.op == Op.GATHER and not item.of_slot
                    and table.parameters[item.unit].weight_home != Tier.DEVICE]
         before: dict[int, Program] = defaultdict(list)
         for use, index in enumerate(gathers):

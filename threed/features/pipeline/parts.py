@@ -1,12 +1,12 @@
 """Messages in parts: tp ranks that hold the same activation send a part each, and gather it after.
 
     whole     FORWARD  SEND act                     RECV act                 FORWARD
-    in parts  FORWARD  SPLIT act  SEND actpart      RECV actpart   JOIN act  FORWARD
+    in parts  FORWARD  RELEASE act  SEND actpart    RECV actpart   GATHER act  FORWARD
 
 Without sequence parallelism each tp rank has the whole of what goes to the next position, so all of them send
 the same bytes over the slow links between nodes. In parts these carry each byte once, and the fast links of a
 node do the rest (Narayanan et al. 2021, section 4.1: "scatter/gather optimization"). Gradients go back in the
-same way. JOIN comes right before the computation that reads the value: nothing waits for a message earlier
+same way. GATHER comes right before the computation that reads the value: nothing waits for a message earlier
 than it did. No torch.
 """
 
@@ -60,8 +60,8 @@ def _is_cut(table: Table, kind: str, unit: int, ends: tuple[int, int]) -> bool:
 
 
 def in_parts(programs: Programs, table: Table) -> Programs:
-    """A part of a value in place of the whole, in messages that are cut: SPLIT before SEND, and JOIN before
-    what reads the value that came."""
+    """A part of a value in place of the whole, in messages that are cut: RELEASE before SEND, and GATHER
+    before what reads the value that came."""
     if not table.messages.group:
         return programs
     result, forms = [], Forms(table)
@@ -71,7 +71,7 @@ def in_parts(programs: Programs, table: Table) -> Programs:
         for item in program:
             if item.op in MESSAGES and _is_cut(table, item.kind, item.unit, (position, item.peer)):
                 if item.op == Op.SEND:
-                    out.append(Instruction(Op.SPLIT, item.unit, item.microbatch, kind=item.kind))
+                    out.append(Instruction(Op.RELEASE, item.unit, item.microbatch, kind=item.kind))
                 else:
                     came.add(item.slot)
                 out.append(item._replace(kind=PARTS[item.kind]))
@@ -79,7 +79,8 @@ def in_parts(programs: Programs, table: Table) -> Programs:
             for slot in forms.effects(item, position).reads if came else ():
                 if slot in came:
                     came.remove(slot)
-                    out.append(Instruction(Op.JOIN, slot.unit, slot.microbatch, kind=slot.kind))
+                    out.append(Instruction(Op.GATHER, slot.unit, slot.microbatch, kind=slot.kind,
+                                           group=table.messages.group))
             out.append(item)
         result.append(out)
     return result

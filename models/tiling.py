@@ -15,7 +15,7 @@ from functools import cache
 from typing import Any, TypeVar
 
 from threed.base.errors import InputError
-from threed.base.mesh import axes_of
+from threed.base.mesh import FOLDS, axes_of
 from threed.base.quantity import BYTES, parse_bytes, show_bytes
 from threed.base.remember import remembered
 from threed.models.layers.base import Layer, Tileable
@@ -55,7 +55,7 @@ class Limit:
 def share_of(config: Config) -> Share:
     """A rank's share of a micro-batch."""
     parallel = config.parallel
-    ranks = {axis: getattr(parallel, axis) for axis in axes_of("parameters")}
+    ranks = {axis: getattr(parallel, axis) for axis in (*axes_of("parameters"), *FOLDS)}
     return Share(ranks, ("tp",) if parallel.sequence_parallel else (), config.train.micro_batch_size,
                  BYTES[config.precision.dtype], config.data.document_mask, config.masked)
 

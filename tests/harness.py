@@ -15,7 +15,7 @@ import torch.distributed as dist
 from allpairspy import AllPairs
 
 from tests.reference import data_of
-from threed.base.mesh import axes_of
+from threed.base.mesh import FOLDS, axes_of
 from threed.comm.group import Comm
 from threed.comm.process import ProcessComm
 from threed.config.contract import Cell, axes, cells, refusal
@@ -230,12 +230,14 @@ def collect(config: Config, results: list) -> Ranks:
     """Whole tensors from every rank's parts. Parts that several ranks hold must agree."""
     whole: list[dict[str, torch.Tensor]] = [{}, {}]
     buffers: list[dict] = [{}, {}]
-    layouts, cut = {}, axes_of("parameters")
+    layouts, sizes = {}, {**config.axis_sizes, **config.fold_sizes}
     for _, _, grads, weights, places, here, *_ in results:
         for which, parts in enumerate((grads, weights)):
             for unit, part in parts.items():
                 (start, stop), layout = places[unit]
-                key = (unit, tuple(here.on[axis] for axis in cut), here.position)
+                folds = {axis for placed in layout.placed for axis in placed.parameter.axes if axis in FOLDS}
+                cut = tuple((axis, here.on[axis]) for axis in folds or axes_of("parameters"))
+                key = (unit, cut, here.position)
                 buffer = buffers[which].setdefault(key, torch.full((layout.numel,), torch.nan))
                 buffer[start:stop] = part
                 layouts[key] = layout
@@ -245,7 +247,7 @@ def collect(config: Config, results: list) -> Ranks:
                 value = buffer[placed.start:placed.stop].view(placed.shape)
                 empty = torch.full(placed.parameter.stored, torch.nan)
                 into = whole[which].setdefault(placed.parameter.name, empty)
-                offset, shape = placed.parameter.part(config.axis_sizes, dict(zip(cut, key[1])))
+                offset, shape = placed.parameter.part(sizes, dict(key[1]))
                 _write(into[tuple(slice(at, at + size) for at, size in zip(offset, shape))], value)
     losses, norms, evaluated = results[0][0], results[0][1], results[0][7]
     for result in results:

@@ -4,8 +4,8 @@ torch.
 A rank has a coordinate on each axis. `order` names the axes outermost first, as in Megatron-LM's default
 pp-dp-tp: neighbours on the last axis are neighbouring ranks, so that tp groups stay inside a node.
 
-All other modules read the tables AXES and GROUPS: a new axis is a row in AXES, and a row in GROUPS for each
-group of ranks that it brings. The group with the name of an axis is all ranks along it.
+All other modules read the tables AXES, FOLDS and GROUPS: a new axis is a row in AXES, and a row in GROUPS for
+each group of ranks that it brings. The group with the name of an axis is all ranks along it.
 """
 
 from __future__ import annotations
@@ -45,14 +45,24 @@ class GroupRow(NamedTuple):
         return self.axes is None or "pp" in self.axes
 
 
-def in_runs(length: Callable[[Mesh], int]) -> Callable[[Mesh, int], range]:
-    """Members are runs of so many consecutive ranks."""
-    return lambda mesh, at: range(at - at % length(mesh), at - at % length(mesh) + length(mesh))
+def in_runs(length: Callable[[Mesh], int], step: Callable[[Mesh], int] = lambda mesh: 1,
+            ) -> Callable[[Mesh, int], range]:
+    """Members are runs of so many ranks, each `step` after the one before."""
+    def members(mesh: Mesh, at: int) -> range:
+        apart, first = step(mesh), at - at // step(mesh) % length(mesh) * step(mesh)
+        return range(first, first + length(mesh) * apart, apart)
+
+    return members
 
 
-def across_runs(length: Callable[[Mesh], int], axes: tuple[str, ...]) -> Callable[[Mesh, int], range]:
+def across_runs(length: Callable[[Mesh], int], axes: tuple[str, ...],
+                step: Callable[[Mesh], int] = lambda mesh: 1) -> Callable[[Mesh, int], range]:
     """Members are the ranks at the same place in each run. `axes`: as the row's."""
-    return lambda mesh, at: range(at % length(mesh), mesh.count(axes), length(mesh))
+    def members(mesh: Mesh, at: int) -> range:
+        apart = length(mesh) * step(mesh)
+        return range(at % apart, mesh.count(axes), apart)
+
+    return members
 
 
 def _shards(mesh: Mesh) -> int:
@@ -79,11 +89,65 @@ GROUPS: dict[str, GroupRow] = {
 }
 
 
+class Fold(NamedTuple):
+    """The ranks of a position numbered in a second way, for the parameters that are cut over its axis: those
+    along `axes` together are runs of consecutive ranks, and each run has all of these parameters. Each of
+    these ranks must have tokens of its own: their gradients are summed over `over`."""
+
+    axes: tuple[str, ...]
+    over: str  # the group of ranks with equal parts, over which these parameters are sharded
+
+    def group(self, mesh: Mesh) -> str:
+        """The group over which they are sharded on a mesh: as large a part of `over` as a shard group is of
+        dp."""
+        return f"{self.over}_shard" if mesh.has_copies else self.over
+
+    def ranks(self, mesh: Mesh, axis: str) -> int:
+        """In that group."""
+        return mesh.count(self.axes) // mesh.folds[axis] // mesh.copies
+
+
+# Derived axis, the place in a run, whose key in parallel.* is its ranks -> its fold. `fold_groups` gives the
+# rows of GROUPS that it needs.
+FOLDS: dict[str, Fold] = {}
+
+
+def fold_groups(axis: str) -> dict[str, GroupRow]:
+    """The runs of a fold, on a lane of their own, and the ranks with equal parts, all of them and in shard
+    groups."""
+    def length(mesh: Mesh) -> int:
+        return mesh.folds[axis]
+
+    def shards(mesh: Mesh) -> int:
+        return fold.ranks(mesh, axis)
+
+    fold = FOLDS[axis]
+    axes, over = fold
+    return {axis: GroupRow(axes, axis, axis, in_runs(length)),
+            over: GroupRow(axes, "dp", "dp", across_runs(length, axes)),
+            f"{over}_shard": GroupRow(axes, "dp", "dp", in_runs(shards, length),
+                                      lambda mesh: mesh.has_copies),
+            f"{over}_replica": GroupRow(axes, "dp", "dp", across_runs(shards, axes, length),
+                                        lambda mesh: mesh.has_copies)}
+
+
+def fold_problem(axis: str, size: int, sizes: Mapping[str, int], shard_size: int) -> str:
+    """Why a fold cannot have runs of `size` ranks; "" where it can. `sizes`: of the other axes."""
+    axes = FOLDS[axis].axes
+    ranks, copies = prod(sizes[each] for each in axes), sizes["dp"] // shard_size
+    if size < 1 or ranks % size:
+        return f"does not divide the {ranks} ranks of {' x '.join(axes)}: take a divisor of {ranks}"
+    if ranks // size % copies:
+        return (f"leaves {ranks // size} of the ranks of {' x '.join(axes)} with equal parts, which the "
+                f"{copies} shard groups do not divide: take fewer of either (zero.shard_size)")
+    return ""
+
+
 @dataclass(frozen=True)
 class Coordinate:
     """A rank's coordinates."""
 
-    on: Mapping[str, int]  # axis -> coordinate
+    on: Mapping[str, int]  # axis -> coordinate; also on those of FOLDS
 
     @property
     def position(self) -> int:
@@ -100,19 +164,21 @@ class Coordinate:
         return not any(self.on[axis] for axis in axes)
 
     def __str__(self) -> str:
-        return " ".join(f"{axis}{at}" for axis, at in self.on.items())
+        return " ".join(f"{axis}{at}" for axis, at in self.on.items() if axis in AXES)
 
 
 class Mesh:
     """A mesh of ranks.
 
     `order`: its axes, outermost first; empty: as in AXES. `shard`: ranks a shard group; None: all of dp.
-    `sizes`: ranks along each axis, 1 where an axis is not named. ValueError where they do not fit together.
+    `sizes`: ranks along each axis, those of FOLDS included, 1 where an axis is not named. ValueError where
+    they do not fit together.
     """
 
     def __init__(self, order: tuple[str, ...] = (), shard: int | None = None, **sizes: int):
         self.order = order or tuple(AXES)
         self.sizes: dict[str, int] = {axis: sizes.pop(axis, 1) for axis in AXES}
+        self.folds: dict[str, int] = {axis: sizes.pop(axis, 1) for axis in FOLDS}
         if sizes or sorted(self.order) != sorted(AXES):
             raise ValueError(f"axis order {'-'.join((*self.order, *sizes))} must name {', '.join(AXES)} once "
                              "each")
@@ -121,6 +187,9 @@ class Mesh:
         self.shard_size = self.sizes["dp"] if shard is None else shard
         if self.sizes["dp"] % self.shard_size:
             raise ValueError(f"dp={self.sizes['dp']} is not divisible by the shard size {self.shard_size}")
+        for axis, size in self.folds.items():
+            if problem := fold_problem(axis, size, self.sizes, self.shard_size):
+                raise ValueError(f"{axis}={size} {problem}")
 
     @property
     def size(self) -> int:
@@ -137,6 +206,11 @@ class Mesh:
         return self.shard_size < self.sizes["dp"]
 
     @property
+    def copies(self) -> int:
+        """Shard groups."""
+        return self.sizes["dp"] // self.shard_size
+
+    @property
     def shard_group(self) -> str:
         """The name of the group over which state is sharded."""
         return "shard" if self.has_copies else "dp"
@@ -146,7 +220,11 @@ class Mesh:
         if not 0 <= rank < self.size:
             raise ValueError(f"rank {rank} is outside the mesh of {self.size}")
         at = self.at(rank, self.order)
-        return Coordinate({axis: at[axis] for axis in AXES})
+        here = Coordinate({axis: at[axis] for axis in AXES})
+        if not FOLDS:
+            return here
+        return Coordinate({**here.on, **{axis: self.number(here, fold.axes) % self.folds[axis]
+                                         for axis, fold in FOLDS.items()}})
 
     def rank(self, **at: int) -> int:
         """The rank with these coordinates, 0 on axes that are not named."""

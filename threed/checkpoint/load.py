@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from threed.base.errors import InputError, RunError
-from threed.base.mesh import axes_of
+from threed.base.mesh import FOLDS, axes_of
 from threed.base.quantity import show_bytes
 from threed.checkpoint.box_reader import BoxReader
 from threed.checkpoint.boxes import boxes
@@ -263,12 +263,13 @@ def _prove(manifest: dict[str, Any], zero: ZeroRun, rounded: dict[tuple[str, str
     axes = {parameter.name: parameter.axes for parameter in everything}
     total = torch.tensor([_signed(sums.get((name, kind), 0)) for name in names for kind in kinds],
                          dtype=torch.int64, device=comm.device)
-    shared = {placed.parameter.name for state in zero.states.values() if state.part.sharded
-              for placed in state.part.layout.placed}
-    groups = sorted({table.parameters[unit].shard_group for unit in zero.states} if table.sharded else ())
-    for group, among in (*((group, shared) for group in groups),
+    shared: dict[str, set[str]] = {}  # shard group -> parameters that are cut over it
+    for state in (state for state in zero.states.values() if state.part.sharded):
+        shared.setdefault(state.part.unit.shard_group, set()).update(
+            placed.parameter.name for placed in state.part.layout.placed)
+    for group, among in (*sorted(shared.items()),
                          *((axis, {name for name in names if axis in axes[name]})
-                           for axis in axes_of("parameters"))):
+                           for axis in (*axes_of("parameters"), *FOLDS))):
         over = total.clone()
         comm.groups[group].all_reduce(over).wait()
         cut = torch.tensor([name in among for name in names for _ in kinds], device=comm.device)

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from threed.base.mesh import GROUPS, Mesh
+from threed.base.mesh import FOLDS, GROUPS, Mesh
 from threed.comm.lanes import CopyLane, Handle, Lane, StreamLane, ThreadLane
 from threed.devices import device_of
 
@@ -143,11 +143,11 @@ class Comm(ABC):
         self.channels: dict[tuple[int, int, str], Channel] = {}  # (sender, receiver, kind)
         self._lanes: dict[str, Lane] = {}
 
-    @property
-    def is_first_copy(self) -> bool:
-        """Whether this rank is in the first shard group. (Each shard group holds a whole copy of what is
-        sharded.)"""
-        return self.mesh.group("replica", self.rank)[0] == self.rank
+    def is_first_copy(self, fold: str = "") -> bool:
+        """Whether this rank is in the first shard group, of parameter units of a fold or of the others. (Each
+        shard group holds a whole copy of what is sharded.)"""
+        replica = f"{FOLDS[fold].over}_replica" if fold else "replica"
+        return self.mesh.group(replica, self.rank)[0] == self.rank
 
     @abstractmethod
     def exchange(self, value: Any) -> list[Any]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from threed.base.address import is_store, local_path
 from threed.base.address import problem as address_problem
 from threed.base.errors import InputError, Problem
+from threed.base.mesh import fold_problem
 from threed.base.quantity import parse_bytes
 from threed.base.remember import remembered
 from threed.config.contract import Cell, refusal
@@ -130,6 +131,9 @@ def _check_parallel(config: Config, world_size: int | None) -> Iterator[Problem]
         yield Problem.of("parallel.dp", f"={config.dp}{sizes} = {config.world_size} processes, but the world "
                          f"size is {world_size}{fits}")
     yield from _check_schedule_shape(config)
+    for axis, size in config.fold_sizes.items() if config.dp % config.shard_size == 0 else ():
+        if problem := fold_problem(axis, size, config.axis_sizes, config.shard_size):
+            yield Problem.of(f"parallel.{axis}", f"={size} {problem}")
 
 
 def _check_stages(config: Config) -> Iterator[Problem]:

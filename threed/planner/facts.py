@@ -12,7 +12,7 @@ from itertools import compress
 from typing import NamedTuple
 
 from threed.base.errors import InputError
-from threed.base.mesh import GROUPS, Mesh, axes_of
+from threed.base.mesh import FOLDS, GROUPS, Mesh, axes_of
 from threed.base.quantity import BYTES, add_up
 from threed.base.remember import remembered
 from threed.config.validate import stage_runs
@@ -24,7 +24,15 @@ from threed.models.layers.base import Layer
 from threed.models.tiling import cut_layers, layers_of, model_key, share_of, unit_layers
 from threed.optim.registry import OPTIMIZERS
 from threed.planner.hand_overs import HandOver, hand_overs, with_ranks
-from threed.planner.unit_kinds import OWN, TIED, depends_on, parameter_units, persists
+from threed.planner.unit_kinds import (
+    OWN,
+    TIED,
+    UnitParameters,
+    depends_on,
+    fold_of,
+    parameter_units,
+    persists,
+)
 from threed.program.costs import load_costs
 from threed.program.entries import ComputeUnit, Handed, ParameterUnit, Reduction
 from threed.program.instruction import Instruction, Op, Tier
@@ -61,15 +69,23 @@ def unit_parameters(config: Config) -> dict[int, tuple[Parameter, ...]]:
 def make_mesh(config: Config) -> Mesh:
     """The mesh of a config: its axes, their sizes and their order among ranks."""
     parallel = config.parallel
-    return Mesh(tuple(parallel.axis_order.split("-")), config.shard_size, **config.axis_sizes)
+    return Mesh(tuple(parallel.axis_order.split("-")), config.shard_size, **config.axis_sizes,
+                **config.fold_sizes)
 
 
-@remembered(lambda config: (depends_on(config), config.shard_size))
+@remembered(lambda config: (depends_on(config), config.shard_size,
+                            tuple(config.axis_sizes.values()) if FOLDS else ()))
 def layouts(config: Config) -> dict[int, FlatLayout]:
     """Parameter unit -> its flat layout on one rank, cut into shards (whatever the ZeRO stage, so that the
     gradient norm is summed over the same ranges)."""
-    return {index: layout(parameters, share_of(config).ranks, config.shard_size)
-            for index, parameters in unit_parameters(config).items()}
+    mesh = make_mesh(config) if FOLDS else None
+
+    def shards(unit: UnitParameters) -> int:
+        fold = fold_of(unit.parameters)
+        return FOLDS[fold].ranks(mesh, fold) if mesh is not None and fold else config.shard_size
+
+    return {index: layout(unit.parameters, share_of(config).ranks, shards(unit))
+            for index, unit in parameter_units(config).items()}
 
 
 def make_table(config: Config, place: tuple[int, ...]) -> Table:
@@ -102,18 +118,20 @@ def make_table(config: Config, place: tuple[int, ...]) -> Table:
     units = _on_mesh(config, units, model_layers)
     table = Table(units, {}, place, config.num_microbatches, _act_bytes(config), _elements(config),
                   _zero(config), _activation(config), _update(config))
-    shared = _Shared.of(config, table.elements)
+    ordinary = _Shared.of(config, table.elements)
     parameters = {}
     for index, laid in laid_out.items():
         kind, user, _ = kinds[index]
         positions = tuple(sorted(ends)) if kind == TIED else (place[stage_of[user]],)
         name = {OWN: units[user].name, TIED: "tied embedding"}.get(kind, f"{units[user].name}, {kind}")
         trains = any(placed.parameter.trains for placed in laid.placed)
+        fold = fold_of(kinds[index].parameters)
+        shared = ordinary.folded(config, fold) if fold else ordinary
         parameters[index] = ParameterUnit(
             name, positions, laid.numel, laid.padding, shared.group, shared.shards,
             shared.reductions(laid, len(positions)) if trains else (),
             whole=all(persists(config, placed.parameter) for placed in laid.placed), trains=trains,
-            kind=kind)
+            kind=kind, fold=fold)
     _send_home(config, parameters)
     return cut(replace(table, parameters=parameters),
                settings(config, make_mesh(config), parallel.sequence_parallel))
@@ -160,6 +178,7 @@ class _Shared(NamedTuple):
     """How parameter units are shared among ranks."""
 
     group: str  # over which they are sharded
+    replica: str  # the group of ranks with copies of a shard
     shards: int
     sharded: bool  # whether a rank keeps its shard of a sum alone
     copies: int
@@ -172,8 +191,14 @@ class _Shared(NamedTuple):
         copies = config.dp // config.shard_size
         share = share_of(config)
         ranks = {axis: share.over(axis) for axis in axes_of("parameters")}
-        return cls(make_mesh(config).shard_group, config.shard_size, config.zero.stage >= 1, copies,
-                   ranks, share.sequence, elements)
+        return cls(make_mesh(config).shard_group, "replica", config.shard_size, config.zero.stage >= 1,
+                   copies, ranks, share.sequence, elements)
+
+    def folded(self, config: Config, axis: str) -> _Shared:
+        """How units of a fold are."""
+        mesh, fold = make_mesh(config), FOLDS[axis]
+        return self._replace(group=fold.group(mesh), replica=f"{fold.over}_replica",
+                             shards=fold.ranks(mesh, axis), ranks={})
 
     def reductions(self, laid: FlatLayout, positions: int) -> tuple[Reduction, ...]:
         parts = {axis: laid.partial(GROUPS[axis].axes or (), self.sequence) for axis in self.ranks}
@@ -181,7 +206,7 @@ class _Shared(NamedTuple):
                    for axis, each in parts.items() if each and self.ranks[axis] > 1}
         kept = laid.numel // (self.shards if self.sharded else 1)
         return zero.reductions(laid.numel, self.shards, self.group,
-                               zero.Sums(partial, kept, self.copies, positions), self.elements)
+                               zero.Sums(partial, kept, self.copies, positions, self.replica), self.elements)
 
 
 def _elements(config: Config) -> Elements:

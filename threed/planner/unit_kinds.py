@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from threed.base.errors import InputError
+from threed.base.mesh import FOLDS
 from threed.base.remember import remembered
 from threed.models.model import tied_parameters
 from threed.models.tiling import model_key, unit_layers
@@ -32,12 +34,24 @@ def persists(config: Config, parameter: Parameter) -> bool:
     return config.zero.stage < 3 or parameter.numel < (config.zero.persist_below or 0)
 
 
+def fold_of(parameters: Sequence[Parameter]) -> str:
+    """The axis of FOLDS over which the parameters of a unit are cut; "" for none. InputError for two."""
+    found = sorted({axis for parameter in parameters for axis in parameter.axes if axis in FOLDS})
+    if found and any(parameter.axes != (found[0],) for parameter in parameters):
+        names = ", ".join(parameter.name for parameter in parameters if parameter.axes != (found[0],))
+        raise InputError(f"{parameters[0].name} is cut over {found[0]}, for which ranks are numbered in a way "
+                         f"of its own, and {names} is in the same unit, but cut otherwise: cut what is cut "
+                         f"over {found[0]} over nothing else")
+    return found[0] if found else ""
+
+
 # In the order of their numbers. A parameter is of the last kind that takes it. What a kind takes may depend
 # on the keys of `depends_on` alone.
 KINDS: dict[str, UnitKind] = {
     "small": UnitKind(persists, False),  # under ZeRO-3
     "adapters": UnitKind(lambda config, parameter: config.model.lora_rank is not None and parameter.trains,
                          True),  # the others are frozen
+    "folded": UnitKind(lambda config, parameter: bool(fold_of([parameter])), True),
 }
 
 

@@ -101,6 +101,7 @@ class ParameterUnit:
     # holds all of it all the time, and nothing is gathered.
     trains: bool = True
     kind: str = "own"  # own, tied, or one of planner.unit_kinds.KINDS; its name says it, too
+    fold: str = ""  # the axis of mesh.FOLDS over which its parameters are cut
 
 
 def gradient_kind(name: str) -> str:

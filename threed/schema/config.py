@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from threed.base.mesh import AXES
+from threed.base.mesh import AXES, FOLDS
 from threed.schedules.orders import SCHEDULES
 from threed.schema.keys import KeySpec, specs
 from threed.schema.layout import (
@@ -54,6 +54,11 @@ class Config:
         """Ranks along each axis of the mesh."""
         assert isinstance(self.parallel.dp, int), "parallel.dp is not a number yet: call config.checked first"
         return {axis: getattr(self.parallel, axis) for axis in AXES}
+
+    @property
+    def fold_sizes(self) -> dict[str, int]:
+        """Ranks along each axis of FOLDS."""
+        return {axis: getattr(self.parallel, axis) for axis in FOLDS}
 
     @property
     def num_microbatches(self) -> int:

@@ -38,7 +38,8 @@ def check_room(plan: Plan, comm: Comm) -> None:
     """InputError where a host lacks memory for the copies from which its ranks write checkpoints."""
     table, here = plan.table, socket.gethostname()
     copies = [slot for slot in seam_of(table, comm.here.position) if slot.kind == "snapshot"]
-    mine = sum(map(table.size, copies)) if comm.is_first_copy else 0
+    mine = sum(table.size(slot) for slot in copies
+               if comm.is_first_copy(table.parameters[slot.unit].fold))
     everywhere = comm.exchange((here, mine))
     wanted = sum(size for host, size in everywhere if host == here)
     free = psutil.virtual_memory().available

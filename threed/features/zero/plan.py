@@ -37,6 +37,7 @@ class Sums(NamedTuple):
     kept: int  # elements that a rank keeps of the sum over the shard group
     copies: int  # number of shard groups, each with a copy of the unit
     tied: int  # number of pipeline positions, each with a part of the gradient
+    replica: str = "replica"  # the group of ranks with copies of a shard
 
 
 def reductions(numel: int, shards: int, shard_group: str, sums: Sums,
@@ -52,7 +53,7 @@ def reductions(numel: int, shards: int, shard_group: str, sums: Sums,
              for group, (ranks, count) in sums.partial.items()]
     steps.append((shard_group, shards, numel, elements.reduce, True, "gpart"))
     if sums.copies > 1:
-        steps.append(("replica", sums.copies, sums.kept, elements.reduce, True, "gfull"))
+        steps.append((sums.replica, sums.copies, sums.kept, elements.reduce, True, "gfull"))
     if sums.tied > 1:
         steps.append(("tie", sums.tied, sums.kept, elements.grad, False, ""))
     chain, source = [], "wgrad"

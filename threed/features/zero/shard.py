@@ -16,7 +16,7 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from threed.base.mesh import axes_of
+from threed.base.mesh import FOLDS, axes_of
 from threed.base.quantity import round_up
 from threed.spec.parameter import Parameter
 
@@ -96,5 +96,6 @@ def layout(parameters: tuple[Parameter, ...], ranks: Mapping[str, int], num_shar
 
 def counts(axes: tuple[str, ...], place: Mapping[str, int]) -> bool:
     """Whether a rank counts parameters that are cut over these axes: of the ranks that have a copy, the first
-    counts it."""
-    return all(place[axis] == 0 for axis in axes_of("parameters") if axis not in axes)
+    counts it. (Along the axes of a fold all ranks have parts or shards of their own.)"""
+    cut = {*axes, *(other for axis in axes if axis in FOLDS for other in FOLDS[axis].axes)}
+    return all(place[axis] == 0 for axis in axes_of("parameters") if axis not in cut)

@@ -101,7 +101,7 @@ def make_states(config: Config, comm: Comm, layouts: dict[int, FlatLayout], stor
     for unit in table.held(position):
         index = comm.groups[table.parameters[unit].shard_group].rank()
         state = UnitState.make(UnitPart.of(unit, layouts[unit], index, table), storage)
-        state.writes = table.saves(position, unit) and comm.is_first_copy
+        state.writes = table.saves(position, unit) and comm.is_first_copy(table.parameters[unit].fold)
         if state.writes and table.update.snapshots and state.part.unit.trains:
             rows = storage.on_host(table.kept_kinds * (state.part.shard[1] - state.part.shard[0]),
                                    torch.float32)

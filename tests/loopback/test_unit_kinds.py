@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from tests import reference
 from tests.harness import assert_contract, tiny
+from threed.comm.process import initialized
 from threed.planner import make_plan, unit_kinds
 from threed.planner.unit_kinds import UnitKind
+from threed.schema import Config
 
 CELLS = {
     "zero-0": ["parallel.dp=2", "zero.stage=0"],
@@ -16,6 +20,54 @@ CELLS = {
                      "precision.dtype=bf16", "parallel.dp=2"],
     "tied-full": ["model.tie_embeddings=true", "activation.policy=full", "parallel.pp=2"],
 }
+
+
+class Both(torch.optim.Optimizer):
+    """Two optimizers, each with parameters of its own."""
+
+    def __init__(self, *both: torch.optim.Optimizer):
+        self.both, self.param_groups = both, [group for each in both for group in each.param_groups]
+
+    def step(self, closure: None = None) -> None:
+        for each in self.both:
+            each.step()
+
+
+class Reference(reference.Reference):
+    """MLPs' matrices are stepped by SGD."""
+
+    def __init__(self, config: Config):
+        super().__init__(config)
+        mine = [self.masters[name] for name in self.trained if of_mlp(name, self.masters[name].dim())]
+        for group in self.optimizer.param_groups:
+            group["params"] = [each for each in group["params"] if not any(each is other for other in mine)]
+        decay = config.optimizer.weight_decay
+        self.optimizer = Both(self.optimizer, torch.optim.SGD(mine, lr=1.0, weight_decay=decay))
+
+
+def of_mlp(name: str, dims: int) -> bool:
+    return ".mlp" in name and dims > 1
+
+
+@pytest.mark.parametrize("cell", [*CELLS, "delayed", "nvme"])
+def test_a_kind_has_an_optimizer(cell, monkeypatch, tmp_path):
+    """It keeps the buffers of its own optimizer, in memory, on tiers and in snapshots."""
+    mlp = UnitKind(lambda config, parameter: of_mlp(parameter.name, len(parameter.shape)), False, "sgd")
+    monkeypatch.setitem(unit_kinds.KINDS, "mlp", mlp)
+    more = {"delayed": ["offload.optimizer=cpu", "offload.delayed_update=true", "parallel.dp=2"],
+            "nvme": ["offload.optimizer=nvme", f"offload.nvme_path={tmp_path}", "zero.stage=3"]} | CELLS
+    config = tiny("model.layers=2", "optimizer.lr=0.02", *more[cell])
+    table = make_plan(config).table
+    sizes = {unit.kind: table.size(table.state(p)) // table.shard_numel(p)
+             for p, unit in table.parameters.items()}
+    assert sizes["own"] - sizes["mlp"] == 8  # AdamW's two buffers
+    assert {(unit.optimizer, unit.buffers) for unit in table.parameters.values()} == {("", ()), ("sgd", ())}
+
+    def run(same: Config, steps: int) -> reference.Result:
+        with initialized():
+            return Reference(same).run(steps)
+
+    assert_contract(config, run)
 
 
 @pytest.mark.parametrize("cell", CELLS)

@@ -252,7 +252,8 @@ def _prove(manifest: dict[str, Any], zero: ZeroRun, rounded: dict[tuple[str, str
     tp ranks, of both ends of a tie. `rounded`: by how much checksums of 16-bit weights are smaller than those
     of the fp32 values that were read."""
     comm, table = zero.comm, zero.table
-    kinds = "param", *(buffer.name for buffer in table.update.buffers), "waiting"
+    buffers = dict.fromkeys(buffer.name for unit in table.parameters for buffer in table.buffers(unit))
+    kinds = "param", *buffers, "waiting"
     sums, problem = _together(comm, lambda: _sums(zero, rounded))
     kept = {(name, kind) for state in zero.states.values() for kind in state.kept(zero.waiting is not None)
             for name in (placed.parameter.name for placed in state.part.layout.placed)

@@ -88,10 +88,10 @@ class MemoryFilter:
                 fixed, host = parameter_bytes(table, p), 0
                 if held.trains:
                     away = ratio if held.state_home != Tier.DEVICE else 0.0
-                    each = table.state_bytes(Tier.HOST) + table.elements.grad
+                    each = table.state_bytes(Tier.HOST, p) + table.elements.grad
                     host = round(away * table.shard_numel(p) * each) * (held.state_home == Tier.HOST)
                     fixed += gradient_bytes(table, p) + round(
-                        (1 - away) * table.shard_numel(p) * table.state_bytes(Tier.DEVICE))
+                        (1 - away) * table.shard_numel(p) * table.state_bytes(Tier.DEVICE, p))
                 return PartBytes(held.numel, fixed, host, held.trains, not held.whole and table.is_cut(p))
 
             tied = [p for p, held in table.parameters.items() if held.name == "tied embedding"]

@@ -25,6 +25,7 @@ from threed.models.tiling import cut_layers, layers_of, model_key, share_of, uni
 from threed.optim.registry import OPTIMIZERS
 from threed.planner.hand_overs import HandOver, hand_overs, with_ranks
 from threed.planner.unit_kinds import (
+    KINDS,
     OWN,
     TIED,
     UnitParameters,
@@ -131,7 +132,8 @@ def make_table(config: Config, place: tuple[int, ...]) -> Table:
             name, positions, laid.numel, laid.padding, shared.group, shared.shards,
             shared.reductions(laid, len(positions)) if trains else (),
             whole=all(persists(config, placed.parameter) for placed in laid.placed), trains=trains,
-            kind=kind, fold=fold)
+            kind=kind, optimizer=(by := KINDS[kind].optimizer if kind in KINDS else ""),
+            buffers=OPTIMIZERS[by].buffers if by else (), fold=fold)
     _send_home(config, parameters)
     return cut(replace(table, parameters=parameters),
                settings(config, make_mesh(config), parallel.sequence_parallel))

@@ -19,6 +19,7 @@ OWN, TIED = "own", "tied"  # what no other kind takes of a compute unit; what tw
 class UnitKind(NamedTuple):
     takes: Callable[[Config, Parameter], bool]  # whether a parameter of a compute unit is of this kind
     may_be_all: bool  # False: where all parameters of a compute unit are of this kind, they are its own
+    optimizer: str = ""  # the row of OPTIMIZERS that steps it; empty: that of the config
 
 
 class UnitParameters(NamedTuple):
@@ -38,10 +39,10 @@ def fold_of(parameters: Sequence[Parameter]) -> str:
     """The axis of FOLDS over which the parameters of a unit are cut; "" for none. InputError for two."""
     found = sorted({axis for parameter in parameters for axis in parameter.axes if axis in FOLDS})
     if found and any(parameter.axes != (found[0],) for parameter in parameters):
-        names = ", ".join(parameter.name for parameter in parameters if parameter.axes != (found[0],))
-        raise InputError(f"{parameters[0].name} is cut over {found[0]}, for which ranks are numbered in a way "
-                         f"of its own, and {names} is in the same unit, but cut otherwise: cut what is cut "
-                         f"over {found[0]} over nothing else")
+        names = ", ".join(each.name for each in parameters if each.axes != (found[0],))
+        raise InputError(f"{parameters[0].name} is cut over {found[0]}, for which ranks are numbered in a "
+                         f"way of its own, and {names} is in the same unit, but cut otherwise: cut what is "
+                         f"cut over {found[0]} over nothing else")
     return found[0] if found else ""
 
 

@@ -127,14 +127,16 @@ def gradient_bytes(table: Table, unit: int) -> int:
 
 def _frozen(table: Table, position: int) -> Frozen | None:
     """The frozen parameters of a position, if there are any."""
-    units = [unit for p in table.held(position) if not (unit := table.parameters[p]).trains]
+    held = {p: unit for p in table.held(position) if not (unit := table.parameters[p]).trains}
+    units = [*held.values()]
     if not units:
         return None
     parts = [(unit.numel, unit.numel // (unit.shards if table.sharded else 1)) for unit in units]
     return Frozen(sum(unit.numel - unit.padding for unit in units),
                   sum((whole if table.zero.stage < 2 else part) * table.elements.grad
                       for whole, part in parts),
-                  sum(part for _, part in parts) * table.state_bytes(Tier.DEVICE),
+                  sum(part * table.state_bytes(Tier.DEVICE, p)
+                      for p, (_, part) in zip(held, parts, strict=True)),
                   sum(ring(unit.numel * table.elements.reduce, unit.shards) for unit in units))
 
 

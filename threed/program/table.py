@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from threed.base.quantity import BYTES
+from threed.optim.base import Buffer
 from threed.program.entries import ComputeUnit, ParameterUnit, Reduction, gradient_kind
 from threed.program.instruction import PARAMETER_KINDS, PHASES, WHOLES, Instruction, Slot, Tier
 from threed.program.names import GENERATE
@@ -142,17 +143,21 @@ class Table:
         one is not copied: it does not change while it is written.)"""
         return [p for p in self.stepped(position) if self.saves(position, p)]
 
-    @property
-    def kept_kinds(self) -> int:
+    def buffers(self, unit: int) -> tuple[Buffer, ...]:
+        """The tensors of the optimizer that steps a parameter unit."""
+        held = self.parameters[unit]
+        return held.buffers if held.optimizer else self.update.buffers
+
+    def kept_kinds(self, unit: int) -> int:
         """Tensors that a checkpoint saves for a parameter: its weight, the optimizer's buffers, and a
         gradient that waits for the next step."""
-        return 1 + len(self.update.buffers) + self.update.delayed
+        return 1 + len(self.buffers(unit)) + self.update.delayed
 
-    def state_bytes(self, home: Tier) -> int:
-        """Bytes of optimizer state for an element, on a tier: the buffers, and the fp32 master where this is
-        a separate copy."""
+    def state_bytes(self, home: Tier, unit: int) -> int:
+        """Bytes of optimizer state for an element of a parameter unit, on a tier: the buffers, and the fp32
+        master where this is a separate copy."""
         master = 4 if self.update.master or home != Tier.DEVICE else 0
-        return sum(BYTES[buffer.dtype] for buffer in self.update.buffers) + master
+        return sum(BYTES[buffer.dtype] for buffer in self.buffers(unit)) + master
 
     def weight(self, unit: int) -> Slot:
         """The slot of a parameter unit's weights that stays from step to step, and that STEP updates."""
@@ -205,10 +210,10 @@ class Table:
             inside = unit.whole and slot.tier == Tier.DEVICE
             return 0 if inside else self.shard_numel(slot.unit) * self.elements.param
         if slot.kind == "state":
-            return self.shard_numel(slot.unit) * self.state_bytes(slot.tier)
+            return self.shard_numel(slot.unit) * self.state_bytes(slot.tier, slot.unit)
         if slot.kind == "wgrad":
             return unit.numel * self.elements.grad
         # A snapshot is fp32; at every ZeRO stage, each rank of one shard group copies its part of it.
         if slot.kind == "snapshot":
-            return unit.numel // unit.shards * 4 * self.kept_kinds
+            return unit.numel // unit.shards * 4 * self.kept_kinds(slot.unit)
         return self.shard_numel(slot.unit) * self.elements.grad

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -253,7 +253,10 @@ class ZeroRun:
                  out: torch.Tensor | None = None) -> list[tuple[Update, View, torch.Tensor | None]]:
         """The parts of a unit's step; the new weights are written to `out`, too, if given."""
         part, master, buffers = state.part, state.optimizer_state.master, state.optimizer_state.buffers
-        return [(Update(self.config.optimizer, self.lr, self.updates + 1, segment.decay, clipped.scale),
+        config = self.config.optimizer
+        if part.unit.optimizer:
+            config = replace(config, name=part.unit.optimizer)
+        return [(Update(config, self.lr, self.updates + 1, segment.decay, clipped.scale),
                  View(part.range(master, segment), part.range(gradient, segment),
                       {name: part.range(each, segment) for name, each in buffers.items()}),
                  part.range(out, segment) if out is not None else None) for segment in part.segments()]

@@ -103,9 +103,9 @@ def make_states(config: Config, comm: Comm, layouts: dict[int, FlatLayout], stor
         state = UnitState.make(UnitPart.of(unit, layouts[unit], index, table), storage)
         state.writes = table.saves(position, unit) and comm.is_first_copy(table.parameters[unit].fold)
         if state.writes and table.update.snapshots and state.part.unit.trains:
-            rows = storage.on_host(table.kept_kinds * (state.part.shard[1] - state.part.shard[0]),
-                                   torch.float32)
-            state.snapshot = Snapshot(rows.view(table.kept_kinds, -1), storage.device)
+            kinds, length = table.kept_kinds(unit), state.part.shard[1] - state.part.shard[0]
+            rows = storage.on_host(kinds * length, torch.float32)
+            state.snapshot = Snapshot(rows.view(kinds, -1), storage.device)
         states[unit] = state
     # at last: what a drawing takes meanwhile would leave holes between units in the allocator's memory
     for state in states.values():

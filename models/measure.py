@@ -157,7 +157,8 @@ class Measured:
     def cost(self, first: bool = False) -> Cost:
         """`first`: whether the layer reads only tokens."""
         with FlopCounterMode(display=False) as flops, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
-            self._forward(None if first else self.x)
+            self._forward(None if first else self.x,
+                          {name: read.detach() for name, read in self.reads.items()})
         self.sent.clear()
         leaf = None if first or self.layer.adds else self.x.detach().requires_grad_()
         saved: dict[int, torch.Tensor] = {}  # by storage
@@ -178,7 +179,8 @@ class Measured:
         kept = tuple(Saved(f"{list(tensor.shape)} {tensor.dtype}", tensor.untyped_storage().nbytes())
                      for number, tensor in saved.items() if number not in others | handed)
         roots = _roots(out)
-        if not roots or (out.x is not None and roots[0] is not out.x):  # frozen, and it reads tokens
+        passes_on = out.x is not None and not out.x.requires_grad
+        if not roots or (passes_on and not self.layer.adds):  # frozen, and it reads tokens
             return Cost(_product(flops), kept, 0, sent)
         grads = [torch.ones_like(root) for root in roots]
         if leaf is None and not self.reads:  # all of its backward belongs to the weights' half
@@ -189,7 +191,8 @@ class Measured:
         torch.autograd.backward(roots, grads)
         self.grads.put_off = None
         sent |= _phase("input", self.sent)
-        passed = {_number(grads[0])} if self.layer.adds else set()  # passed to the unit before, unchanged
+        # passed to the unit before, unchanged
+        passed = {_number(grads[0])} if self.layer.adds and not passes_on else set()
         held = {_number(tensor): tensor for tensor in _held(put_off)}
         operands = sum(tensor.untyped_storage().nbytes() for number, tensor in held.items()
                        if number not in others | passed)
@@ -210,8 +213,8 @@ class Measured:
         return forward.products, Moved("measured", forward.bytes, backward.bytes,
                                        (forward.count, backward.count))
 
-    def _forward(self, x: torch.Tensor | None) -> Out:
-        out = self.layer(x, self.batch, **self.reads)
+    def _forward(self, x: torch.Tensor | None, reads: Mapping[str, torch.Tensor] | None = None) -> Out:
+        out = self.layer(x, self.batch, **(self.reads if reads is None else reads))
         return out if isinstance(out, Out) else Out(out)
 
 

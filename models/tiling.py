@@ -137,10 +137,11 @@ def together(units: Sequence[Sequence[Layer]]) -> list[int]:
     joined = [unit[0].tile.index > 0 for unit in units]  # to the unit before
     for index, unit in enumerate(units):
         for layer in unit:
-            for maker in (makers.get(name, index) for name in layer.reads):
+            mine = {*layer.makes(Share()), *(way.becomes for way in layer.travels.values())}
+            counts = {name for way in layer.travels.values() for name in (way.gives, way.takes)} - mine
+            for maker in (makers.get(name, index) for name in (*layer.reads, *counts)):
                 joined[maker + 1:index + 1] = [True] * (index - maker)
-            makers |= dict.fromkeys(layer.makes(Share()), index)
-            makers |= {way.becomes: index for way in layer.travels.values()}
+            makers |= dict.fromkeys(mine, index)
     lengths: list[int] = []
     for with_before in joined:
         if not with_before:

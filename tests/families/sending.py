@@ -45,6 +45,7 @@ class Computes(Layer):
         self.model, self.name = model, f"blocks.{index}.mlp"
         self.travels = {"answers": Exchanged("returned", over="dp")}
         self.mlp, = gpt.block(model, index).branches[1].bodies
+        self.shapes = {"arrived": (model.seq_len, model.hidden)}
 
     def makes(self, share: Share) -> dict[str, int]:
         return {"answers": share.bytes(self.model.seq_len * self.model.hidden, SEQUENCE)}

@@ -73,6 +73,7 @@ class Computes(Layer):
     def __init__(self, model: TravellingConfig, index: int):
         self.model, self.name = model, f"blocks.{index}.mlp"
         self.mlp, = gpt.block(model, index).branches[1].bodies
+        self.shapes = {"came": (model.seq_len, model.hidden)}
         if model.by != "gather":
             gives, takes = ("takes", "gives") if model.by == "counts" else ("", "")
             self.travels = {"answer": Exchanged("returned", model.over, gives, takes)}

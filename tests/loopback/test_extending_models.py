@@ -23,10 +23,12 @@ def no_new_axis():
     """The tables afterwards as they were."""
     yield
     mesh.AXES.pop("xp", None)
-    for name in ("xp", "block"):
+    mesh.FOLDS.pop("fp", None)
+    for name in ("xp", "block", "fp", "rest", "rest_shard", "rest_replica"):
         mesh.GROUPS.pop(name, None)
-    if hasattr(ParallelConfig, "xp"):
-        delattr(ParallelConfig, "xp")
+    for name in ("xp", "fp"):
+        if hasattr(ParallelConfig, name):
+            delattr(ParallelConfig, name)
 
 
 @pytest.mark.parametrize("page", ["axis", "family", "layer", "modules"])

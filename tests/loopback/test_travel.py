@@ -6,13 +6,16 @@ from dataclasses import fields, replace
 
 import pytest
 
-from tests.harness import assert_contract, batches, tiny
+from tests.harness import assert_contract, batches, loopback, tiny
 from tests.recorder import record_on_cpu
 from threed.base.errors import ThreedError
 from threed.comm.group import Comm
 from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
+from threed.extend import layers_of, measured_cost
 from threed.planner import make_mesh, make_plan
+from threed.prediction.transient import Transient
+from threed.program.check import check
 from threed.program.effects import effects
 from threed.program.instruction import Instruction, Op, Slot
 from threed.program.traffic import sent_by
@@ -138,7 +141,12 @@ BAD = {
     "not made": ("made = ('other',)", r"layer a: 'rows' travels, but `makes` does not name it"),
     "one count": ("gives = 'n'", r"`gives` and `takes` name the rows for each rank and of each; give both"),
     "no counts": ("gives = takes = 'n'", r"by the counts 'n', which no layer up to it makes"),
-    "counts with gradients": ("gives = takes = 'rows'", r"by the counts 'rows', which is not int64 without"),
+    "counts with gradients": ("made, gives, takes = ('rows', 'n'), 'n', 'n'",
+                              r"by the counts 'n', which is not int64 without a gradient: make it"),
+    "its own counts": ("gives = takes = 'rows'", r"'rows' travels over 'dp' by counts that it is itself"),
+    "its own name": ("becomes = 'rows'", r"'rows' becomes 'rows', which is the name of another tensor"),
+    "another's name": ("made, becomes = ('rows', 'came'), 'came'", r"'rows' becomes 'came', which is the"),
+    "no room": ("room = -1.0", r"layer a: 'rows' travels over 'dp' with room=-1.0: it must be above 0"),
     "one unit": ("", r"layers a and b are one unit, and 'came' cannot travel between them: set "
                      r"parallel\.layers_per_unit=1"),
 }
@@ -146,10 +154,11 @@ FILE = """
 from threed.extend import Embedding, Exchanged, Family, Head, Layer, Out
 
 reads, third, made, over, gives, takes = ("came",), (), ("rows",), "dp", "", ""
+becomes, room = "came", 1.0
 {change}
 
 class A(Layer):
-    name, travels = "a", {{"rows": Exchanged("came", over, gives, takes)}}
+    name, travels = "a", {{"rows": Exchanged(becomes, over, gives, takes, room)}}
 
     def makes(self, share):
         return dict.fromkeys(made, 8)
@@ -172,6 +181,117 @@ def test_bad_families(name, tmp_path):
     per_unit = ["parallel.layers_per_unit=3"] if name == "one unit" else []
     with pytest.raises(ThreedError, match=message):
         make_plan(tiny(*SMALL, f"model.family={file}:BAD", *per_unit))
+
+
+WRONG = {
+    "not divisible": ("x.flatten(0, 1)[:-1]", "None", r"layer a sends of 'rows' over dp 7 rows, equally"),
+    "no sum": ("x.flatten(0, 1)", "[1, 1]", r"over dp 8 rows, and the counts for the ranks, \[1, 1\], add"),
+    "below 0": ("x.flatten(0, 1)", "[9, -1]", r"by the counts 'n'=\[9, -1\]: they must be 2 whole numbers"),
+    "one": ("x.flatten(0, 1)", "[8]", r"by the counts 'n'=\[8\]: they must be 2 whole numbers"),
+    "a number": ("x.sum()", "None", r"layer a sends of 'rows' over dp a number: it must have rows"),
+}
+SENDS = """
+from threed.extend import Embedding, Exchanged, Family, Head, Layer, Out, added, torch
+
+counts = {counts}
+
+class A(Layer):
+    name, without_grad = "a", {{"n": "int64"}} if counts else {{}}
+    travels = {{"rows": Exchanged("came", "dp", *(("n", "n") if counts else ()))}}
+
+    def makes(self, share):
+        return {{"rows": 8, **({{"n": 8}} if counts else {{}})}}
+
+    def forward(self, x, batch):
+        return Out(x, {{"rows": {rows}, **({{"n": torch.tensor(counts)}} if counts else {{}})}})
+
+class B(Layer):
+    name, adds, reads = "b", True, ("came",)
+
+    def forward(self, x, batch, came):
+        return x
+
+SENDS = Family(lambda model: [Embedding(model), A(), B(), Head(model)])
+"""
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_rows_that_cannot_be_sent(name, tmp_path):
+    """The layer that sends them is named, and not the one that waits for them."""
+    rows, counts, message = WRONG[name]
+    file = tmp_path / "sends.py"
+    file.write_text(SENDS.format(rows=rows, counts=counts))
+    with pytest.raises(ThreedError, match=message):
+        loopback(tiny(*SMALL, f"model.family={file}:SENDS"))
+
+
+EARLIER = """
+from threed.extend import Embedding, Family, Head, gpt
+from {travelling} import Attends, Collects, Computes, TravellingConfig
+
+class Counts(Attends):  # the block before has made and sent them
+    def __init__(self, model, index):
+        super().__init__(model, index)
+        del self.travels["gives"]
+        self.without_grad = {{}}
+
+    def makes(self, share):
+        return {{"sent": super().makes(share)["sent"]}}
+
+    def forward(self, x, batch):
+        out = super().forward(x, batch)
+        return out._replace(makes={{"sent": out.makes["sent"]}})
+
+def layers(model):
+    first, second = ([kind(model, index), Computes(model, index), Collects(index)]
+                     for index, kind in enumerate((Attends, Counts)))
+    return [Embedding(model), *first, gpt.block(model, 2), *second, gpt.block(model, 3), Head(model)]
+
+EARLIER = Family(layers, TravellingConfig)
+"""
+
+
+@pytest.mark.parametrize("more", [[], ["parallel.pp=2"], [*FULL, "zero.stage=3"]], ids=str)
+def test_counts_of_an_earlier_unit(more, tmp_path, references):
+    """They keep its units on one stage, in plans, short plans and measurements."""
+    file = tmp_path / "earlier.py"
+    file.write_text(EARLIER.format(travelling="tests.families.travelling"))
+    config = tiny(*SMALL, f"model.family={file}:EARLIER", "model.layers=4", *more)
+    plan = make_plan(config)
+    counts = [made.trip.counts for unit in plan.table.units for made in unit.makes
+              if made.name == "sent" and made.trip]
+    assert counts == [(("gives", 0), ("takes", 0)), (("gives", 4), ("takes", 4))]
+    check(replace(plan, table=plan.table))
+    Transient().of(plan)
+    assert_contract(config, references)
+
+
+def test_measured_anew_for_what_is_new():
+    """Blocks whose tensors travel are measured once, whatever their number."""
+    known = []
+    for layers in (2, 6):
+        transient = Transient()
+        transient.of(make_plan(travelling(f"model.layers={layers}")))
+        known.append(len(transient._known))
+    assert known[0] == known[1]
+
+
+def test_graphs_refuse_counts():
+    with pytest.raises(ThreedError, match=r"layer blocks\.0 shapes depend on how many rows of 'came' come"):
+        make_plan(travelling("run.cuda_graphs=true"))
+
+
+def test_halves_hold_what_came():
+    """It is an operand of weights' gradients: it is freed by their half."""
+    table = make_plan(travelling(*ZB)).table
+    first, second = (effects(Instruction(op, 2, 0), table, 0).frees
+                     for op in (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT))
+    assert Slot("came", 1, 0) not in first and Slot("came", 1, 0) in second
+
+
+def test_costs_are_measured():
+    for layer in layers_of(travelling("model.by=equal"))[1:-1]:
+        assert measured_cost(layer, travelling("model.by=equal")).flops >= 0
 
 
 def test_an_instruction_that_takes_nothing_is_refused():

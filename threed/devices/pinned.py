@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import sys
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ def zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
     if version() < EXACT_FROM and size >= mmap.PAGESIZE and torch.cuda.is_available():
         try:
             return torch.frombuffer(_Registered(size), dtype=dtype)
-        except MemoryError:
+        except (MemoryError, OSError):
             pass
     return torch.zeros(numel, dtype=dtype, pin_memory=True)
 
@@ -40,7 +41,7 @@ class _Registered(mmap.mmap):
 
     def __del__(self) -> None:
         """Before the pages go. (torch's allocator waits for copies under way; so does this.)"""
-        if self.address:
+        if self.address and not sys.is_finalizing():
             torch.cuda.synchronize()
             _runtime().cudaHostUnregister(self.address)
 

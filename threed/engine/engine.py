@@ -81,10 +81,10 @@ class Engine:
         self.pipeline = PipelineRun(comm, table, layers, context, stream, keeping, activation)
         if self.graphs is not None:
             self.pipeline.runner = self.graphs
-        by_kind = [self.zero.handlers(), activation.handlers(), TravelRun(comm, table).handlers()]
-        ops = dict.fromkeys(op for each in by_kind for op in each)
+        sharing = [self.zero.handlers(), activation.handlers(), TravelRun(comm, table).handlers()]
+        ops = dict.fromkeys(op for each in sharing for op in each)
         self.handlers = {**self.pipeline.handlers(), **offload.handlers(),
-                         **{op: _by_kind(*(each.get(op) for each in by_kind)) for op in ops}}
+                         **{op: _by_kind(*(each.get(op) for each in sharing)) for op in ops}}
         self.orders = {name: analysis.order(name, position) for name in plan.programs}
         self.clock = device_of(comm.device).clock()
         self._ended: list[Any] = []  # marks of the program under way: the end of each instruction

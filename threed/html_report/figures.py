@@ -12,7 +12,7 @@ from threed.html_report.drawing import FAINT, INK, MEASURED, PREDICTED, byte_uni
 from threed.monitor.attribute import CAUSES
 from threed.monitor.compare import HEADS
 from threed.prediction.report import highest
-from threed.program.summary import activations
+from threed.program.summary import activations, sent_over
 from threed.program.units import compute_units
 
 CELLS = 200_000  # ranks of which a mesh is drawn
@@ -24,6 +24,7 @@ _UNITS_WIDTH, _LETTER = 490, 6.6  # pixels of the column of units, and of a lett
 IDLE_COLOR = "#dfe2e6"
 CAUSE_COLORS = {"compute": "#4c78a8", "p2p_wait": "#72b7b2", "dp_wait": "#e45756", "optimizer": "#b279a2",
                 "offload": "#9d755d", "idle": IDLE_COLOR}
+OTHER_WAIT = "#eeca3b"  # waiting for the lane of another group
 FIXED_COLORS = {"parameters": "#4c78a8", "gradients": "#e45756", "optimizer state": "#b279a2",
                 "buffers": "#bab0ac", "CUDA and NCCL": "#79706e",
                 "process and libraries": "#79706e"}
@@ -217,7 +218,7 @@ def causes(content: Content) -> Any:
         name for name, _, _ in rows]
     figure = go.Figure([
         go.Bar(orientation="h", name=HEADS[cause], y=names, x=unit.of([row[cause] for _, _, row in rows]),
-               marker_color=CAUSE_COLORS[cause],
+               marker_color=CAUSE_COLORS.get(cause, OTHER_WAIT),
                customdata=[f"{show_seconds(row[cause])}, {row[cause] / (_total(row) or 1.0):.1%}"
                            for _, _, row in rows],
                hovertemplate=f"{HEADS[cause]}: %{{customdata}}<extra>%{{y}}</extra>")
@@ -239,7 +240,8 @@ def traffic(content: Content) -> Any:
     """Bytes a step that a rank sends over each axis and moves over each link between tiers."""
     go, make_subplots = plotly()
     rows = content.values["stages"]
-    links = {f"sent over {axis}": [row["sent_bytes"].get(axis, 0) for row in rows] for axis in AXES}
+    links = {f"sent over {axis}": [row["sent_bytes"].get(axis, 0) for row in rows]
+             for axis in sent_over(rows)}
     links |= {f"moved on {lane}": [row["moved_bytes"].get(lane, 0) for row in rows]
               for lane in sorted({lane for row in rows for lane in row["moved_bytes"]})}
     links = {name: sizes for name, sizes in links.items() if any(sizes)} or {"sent": [0] * len(rows)}

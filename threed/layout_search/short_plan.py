@@ -22,6 +22,7 @@ from functools import partial
 from itertools import groupby
 from typing import NamedTuple
 
+from threed.base.mesh import GROUPS
 from threed.layout_search.layout import sends_often
 from threed.planner.auto import check_limit, make_pipeline, marked_table
 from threed.planner.passes import run_passes
@@ -29,7 +30,7 @@ from threed.prediction.analytic import cost
 from threed.prediction.contention import PredictedStep, step
 from threed.prediction.hardware import Hardware
 from threed.program.analysis import Analysis
-from threed.program.entries import ComputeUnit, ParameterUnit
+from threed.program.entries import ComputeUnit, ParameterUnit, Trip
 from threed.program.instruction import COLLECTIVES, COMPUTE, Instruction, Op
 from threed.program.plan import Plan
 from threed.program.table import Table
@@ -130,7 +131,13 @@ def _sum_of(table: Table, chunk: Sequence[int], number: dict[int, int],
     first, count = table.units[chunk[0]], len(chunk)
     traffic = {phase: {axis: count * size for axis, size in sent.items()}
                for phase, sent in first.traffic.items()}
-    return replace(first, parameters=tuple(number[p] for p in first.parameters), traffic=traffic,
+    def counts(trip: Trip) -> Trip:
+        return trip._replace(counts=tuple((name, unit_of[chunk[0]] - unit_of[chunk[0] - before])
+                                          for name, before in trip.counts))
+
+    makes = tuple(each if each.trip is None else each._replace(trip=counts(each.trip))
+                  for each in first.makes)
+    return replace(first, makes=makes, parameters=tuple(number[p] for p in first.parameters), traffic=traffic,
                    kernels=count * _unnamed(first.kernels), again=count * _unnamed(first.again),
                    saved_bytes=count * first.saved_bytes, operand_bytes=count * first.operand_bytes,
                    reads=tuple(read._replace(unit=unit_of[read.unit]) for read in first.reads))
@@ -305,7 +312,6 @@ class ShortPlans:
 
 
 _FREE = (*COLLECTIVES, Op.OFFLOAD, Op.FETCH, Op.CLIP, Op.STEP)
-_GATHERS = (Op.GATHER, Op.RELEASE)
 _KEPT = ("kept", "kpart")  # inputs that are kept for RECOMPUTE: with it their moves are free
 
 
@@ -315,7 +321,9 @@ def _walked(made: Analysis, hardware: Hardware, free: Collection[Op],
     price = cost(made.plan if change is None else replace(made.plan, table=change(made.table)), hardware)
 
     def seconds(position: int, item: Instruction) -> float:
-        if item.op in _GATHERS and item.kind in ("act", "grad"):  # parts of messages, which stay
+        # Parts of messages, and what travels over tp, are no traffic over dp.
+        if item.of_slot and item.kind not in _KEPT and (
+                not item.group or GROUPS[item.group].lane == "compute"):
             return price(position, item)
         return 0.0 if (Op.RECOMPUTE if item.kind in _KEPT else item.op) in free else price(position, item)
 

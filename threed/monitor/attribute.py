@@ -5,6 +5,7 @@
     p2p_wait     waiting for activations and gradients of other positions, for a tied embedding's other half,
                  and until what was sent has left; issuing messages
     dp_wait      waiting for the results of GATHER, REDUCE and EXCHANGE, issuing them, and CLIP's all-reduce
+    *_wait       the same of each other lane of a group
     optimizer    STEP; waiting for one on the host
     offload      waiting for what comes from the host or the disk, or must leave; issuing OFFLOAD and FETCH
     idle         the rest: waiting at CLIP for the last rank to arrive, and the host between instructions
@@ -21,8 +22,12 @@ from threed.base.mesh import GROUPS
 from threed.program.instruction import COLLECTIVES, COMPUTE, MESSAGES, WHOLES, Instruction, Op
 from threed.program.trace import Trace
 
-CAUSES = ("compute", "p2p_wait", "dp_wait", "optimizer", "offload", "idle")
-PARTS = ("compute", "p2p_wait", "dp_wait", "optimizer", "offload", "clip")  # what one rank can tell
+# Lanes of groups -> what waiting for them counts as; those of other groups are part of the computation, or of
+# what a position waits for from others.
+WAITS = {row.lane: f"{row.lane}_wait" for row in GROUPS.values()
+         if row.lane not in ("", "compute") and not row.across_positions}
+CAUSES = ("compute", "p2p_wait", *WAITS.values(), "optimizer", "offload", "idle")
+PARTS = ("compute", "p2p_wait", *WAITS.values(), "optimizer", "offload", "clip")  # what one rank can tell
 
 
 def cause_of(item: Instruction) -> str:
@@ -31,8 +36,11 @@ def cause_of(item: Instruction) -> str:
         return "compute"
     if item.op in MESSAGES or (item.op == Op.REDUCE and GROUPS[item.group].across_positions):
         return "p2p_wait"
-    return {**dict.fromkeys(COLLECTIVES, "dp_wait"), Op.STEP: "optimizer", Op.OFFLOAD: "offload",
-            Op.FETCH: "offload", Op.CLIP: "clip"}.get(item.op, "idle")
+    if item.op in COLLECTIVES:
+        lane = GROUPS[item.group].lane
+        return "compute" if lane == "compute" and item.of_slot else WAITS.get(lane, WAITS["dp"])
+    return {Op.STEP: "optimizer", Op.OFFLOAD: "offload", Op.FETCH: "offload",
+            Op.CLIP: "clip"}.get(item.op, "idle")
 
 
 def parts(trace: Trace, program: Sequence[Instruction]) -> dict[str, float]:

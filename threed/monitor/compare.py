@@ -209,8 +209,7 @@ def _with_bubble(row: Row) -> Row:
 
 # ---------------------------------------------------------------- as text
 
-HEADS = {"step": "step", "compute": "compute", "p2p_wait": "p2p wait", "dp_wait": "dp wait",
-         "optimizer": "optimizer", "offload": "offload", "idle": "idle"}
+HEADS = {name: name.replace("_", " ") for name in ("step", *CAUSES)}
 MOST_RANKS = 64
 
 

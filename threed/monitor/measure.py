@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from threed.base.mesh import AXES
+from threed.base.mesh import AXES, FOLDS
 from threed.comm.group import Comm
 from threed.devices import device_of
 from threed.models.model import model_flops
@@ -29,7 +29,8 @@ from threed.program.simulate import Costs, predict
 from threed.program.trace import Trace, compute_s
 from threed.schema import Config
 
-HEAD = ("step_s", "compute_s", "memory", *(f"sent_{axis}" for axis in AXES), "stop", "save", "saving", *PARTS)
+HEAD = ("step_s", "compute_s", "memory", *(f"sent_{axis}" for axis in (*AXES, *FOLDS)), "stop", "save",
+        "saving", *PARTS)
 COSTED = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.STEP)
 
 # Dense 16-bit peaks of one device without sparsity, in TFLOPS, by what torch calls it (vendors' data sheets).
@@ -93,7 +94,7 @@ class Meter:
     def begin(self) -> None:
         """Begin a step: bytes that were sent before it (by a rehearsal, an evaluation, a proof) do not
         count."""
-        self._sent = {axis: self.comm.sent[axis] for axis in AXES}
+        self._sent = {axis: self.comm.sent[axis] for axis in (*AXES, *FOLDS)}
         if self._since is None:
             self._since = time.monotonic()
 
@@ -121,9 +122,10 @@ class Meter:
             (trace, step_s), self._last = self._last or (trace, step_s), (trace, step_s)
         table, here = self.analysis.table, self.comm.here
         program = self.analysis.plan.programs[trace.name][here.position]
-        sent = {axis: self.comm.sent[axis] for axis in AXES}
+        sent = {axis: self.comm.sent[axis] for axis in (*AXES, *FOLDS)}
         head = [step_s, compute_s(trace, program), float(device_of(self.comm.device).peak_bytes()),
-                *(float(sent[axis] - self._sent.get(axis, 0)) for axis in AXES), *map(float, asked), saving,
+                *(float(size - self._sent.get(axis, 0)) for axis, size in sent.items()),
+                *map(float, asked), saving,
                 *parts(trace, program).values()]
         own = _seconds(trace, program, max(len(table.units) - 1, *table.parameters) + 1)
         sums = torch.zeros(table.num_positions, *own.shape, dtype=torch.float64)
@@ -168,7 +170,7 @@ class Meter:
         for cause in CAUSES:
             values[f"time/{cause}"] = _mean([row[cause] for row in spent])
             values |= {f"time/{cause}/{stage}": row[cause] for stage, row in enumerate(spent)}
-        values |= {f"comm/bytes_{axis}": float(step.column(f"sent_{axis}").sum()) for axis in AXES}
+        values |= {f"comm/bytes_{axis}": float(step.column(f"sent_{axis}").sum()) for axis in (*AXES, *FOLDS)}
         values |= self.stragglers.look({what: step.column(what) for what in WORK})
         values["memory/peak_bytes"] = float(step.column("memory").max())
         if self._excluded_s:

@@ -270,10 +270,11 @@ def saved_by_piece(config: Config) -> dict[str, int]:
 
 def check_shapes(config: Config, layers: Sequence[Layer]) -> None:
     """Raises InputError where a CUDA graph could not hold a layer."""
-    layer = next((layer for layer in layers if layer.shapes_from), None)
-    if config.run.cuda_graphs and layer is not None:
-        raise InputError(f"run.cuda_graphs=true: in layer {layer.name} shapes depend on {layer.shapes_from}, "
-                         "and a CUDA graph has fixed ones; set it to false")
+    for layer in layers if config.run.cuda_graphs else ():
+        counted = [f"how many rows of '{way.becomes}' come" for way in layer.travels.values() if way.gives]
+        if what := layer.shapes_from or "".join(counted[:1]):
+            raise InputError(f"run.cuda_graphs=true: in layer {layer.name} shapes depend on {what}, and a "
+                             "CUDA graph has fixed ones; set it to false")
 
 
 def undivided(config: Config, programs: Sequence[Sequence[Instruction]]) -> list[str]:

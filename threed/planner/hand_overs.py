@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -40,19 +40,20 @@ def hand_overs(units: Sequence[Sequence[Layer]]) -> list[HandOver]:
     made: dict[str, Made] = {}  # by its name, what was made last
     of_unit = [dict[str, Made]() for _ in units]
     reads = [dict[str, int]() for _ in units]  # name -> its maker
-    readers: Counter[tuple[str, int]] = Counter()
+    readers: dict[tuple[str, int], set[int]] = defaultdict(set)  # (name, maker) -> units
     for index, unit in enumerate(units):
         for layer in unit:
             for name in layer.reads:
                 _check_read(layer, name, index, made)
-            readers.update((name, made[name].unit) for name in layer.reads)
+            for name in layer.reads:
+                readers[name, made[name].unit].add(index)
             reads[index] |= {name: made[name].unit for name in _with_counts(layer.reads, made)
                              if made[name].unit != index}
             of_unit[index] |= (new := _makes(layer, index))
             made |= new
             for name, way in layer.travels.items():
                 _check_way(layer, name, way, made)
-                counts = tuple((count, made[count].unit) for count in (way.gives, way.takes) if count)
+                counts = tuple((count, index - made[count].unit) for count in (way.gives, way.takes) if count)
                 of_unit[index][name] = made[name] = made[name]._replace(counts=counts)
     for name in made:
         if taken := {name, gradient_kind(name)} & KINDS or {gradient_kind(name)} & made.keys():
@@ -64,9 +65,9 @@ def hand_overs(units: Sequence[Sequence[Layer]]) -> list[HandOver]:
         if (name, each.unit) not in last:
             raise InputError(f"layer {each.layer} sends '{each.source}', which becomes '{name}', but no "
                              "later layer reads that: name it in the `reads` of the layer that needs it")
-        if each.dtype is None and readers[name, each.unit] > 1:
-            raise InputError(f"{readers[name, each.unit]} layers read '{name}', which layer {each.layer} "
-                             "sends: the backward of the one that reads it frees it; let that one hand it on")
+        if each.dtype is None and (count := len(readers[name, each.unit])) > 1:
+            raise InputError(f"{count} layers read '{name}', which layer {each.layer} sends: the backward of "
+                             "the one that reads it frees it; let that one hand it on")
     return [_hand_over(index, of_unit, reads[index], last) for index in range(len(units))]
 
 
@@ -81,7 +82,8 @@ def _hand_over(unit: int, of_unit: Sequence[Mapping[str, Made]], reads: Mapping[
         tuple(sorted(makes)),
         tuple(Read(name, maker, last[name, maker] == unit, about[name].dtype is None,
                    bool(about[name].source) and about[name].dtype is None) for name, maker in reads.items()),
-        {name: _trip(each.way, each.counts) for name, each in mine.items() if each.way is not None})
+        {name: Trip(each.way.becomes, each.way.over, each.way.by, 1, 0, each.counts)
+         for name, each in mine.items() if each.way is not None})
 
 
 def with_ranks(makes: Sequence[Handed], ways: Mapping[str, Gathered | Exchanged],
@@ -94,14 +96,15 @@ def with_ranks(makes: Sequence[Handed], ways: Mapping[str, Gathered | Exchanged]
 
 def _makes(layer: Layer, unit: int) -> dict[str, Made]:
     """All that a layer makes, and what it becomes."""
-    names, made = layer.makes(Share()), dict[str, Made]()
-    for name in names:
-        way, dtype = layer.travels.get(name), layer.without_grad.get(name)
-        made[name] = Made(unit, layer.name, dtype, way)
-        if way is not None:
-            made[way.becomes] = Made(unit, layer.name, dtype, source=name)
-    if missing := layer.travels.keys() - names.keys():
-        raise InputError(f"layer {layer.name}: '{min(missing)}' travels, but `makes` does not name it")
+    made = {name: Made(unit, layer.name, layer.without_grad.get(name)) for name in layer.makes(Share())}
+    for name, way in layer.travels.items():
+        if name not in made:
+            raise InputError(f"layer {layer.name}: '{name}' travels, but `makes` does not name it")
+        if way.becomes in made:
+            raise InputError(f"layer {layer.name}: '{name}' becomes '{way.becomes}', which is the name of "
+                             "another tensor of this layer: give what comes a name of its own")
+        made[name] = made[name]._replace(way=way)
+        made[way.becomes] = Made(unit, layer.name, made[name].dtype, source=name)
     return made
 
 
@@ -144,6 +147,10 @@ def _check_way(layer: Layer, name: str, way: Gathered | Exchanged, made: Mapping
         inside = [group for group, each in GROUPS.items() if not each.across_positions and each.lane]
         raise InputError(f"{who}, which is no group inside a pipeline position; there are "
                          f"{', '.join(inside)}")
+    if isinstance(way, Exchanged) and not way.room > 0:
+        raise InputError(f"{who} with room={way.room}: it must be above 0")
+    if {way.gives, way.takes} & {name, way.becomes}:
+        raise InputError(f"{who} by counts that it is itself: make them a tensor of their own")
     if bool(way.gives) != bool(way.takes):
         raise InputError(f"{who}: `gives` and `takes` name the rows for each rank and of each; give both, or "
                          "neither where all ranks get equally many")
@@ -152,7 +159,3 @@ def _check_way(layer: Layer, name: str, way: Gathered | Exchanged, made: Mapping
             what = "is not int64 without a gradient" if count in made else "no layer up to it makes"
             raise InputError(f"{who} by the counts '{count}', which {what}: make it, and name it in "
                              "`without_grad` as int64")
-
-
-def _trip(way: Gathered | Exchanged, counts: tuple[tuple[str, int], ...]) -> Trip:
-    return Trip(way.becomes, way.over, way.by, 1, 0, counts)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from threed.base.mesh import GROUPS
 from threed.planner.facts import make_mesh
 from threed.prediction.hardware import Hardware
 from threed.program.analysis import Analysis
@@ -16,7 +17,6 @@ from threed.program.link import Links
 from threed.program.plan import Plan
 from threed.program.walk import Cost, Mode, Seconds, Walk, seconds_of, walk
 
-_COLLECTIVES = "dp"  # the lane of collectives, whose kernels take units of the device
 _COMPUTES = ("compute", "host", "d2h", "h2d")  # lanes of which a CPU's processors do all of the work
 _DISK = ("read", "write")
 
@@ -109,9 +109,11 @@ def _overlap(when: Walk, position: int, links: Links, waits: bool) -> list[float
 
 
 def _union(when: Walk, position: int, links: Links, waits: bool) -> Sequence[tuple[float, float]]:
-    """The times in which a position communicates, in order, merged where they overlap."""
+    """The times in which a position communicates, in order, merged where they overlap. The kernels of
+    collectives take units of the device."""
+    collectives = {row.lane for row in GROUPS.values() if row.lane != "compute" and not row.across_positions}
     forms = {form for form in dict.fromkeys(links.forms)
-             if form.effect.lane == _COLLECTIVES or (waits and form.item.op in MESSAGES)}
+             if form.effect.lane in collectives or (waits and form.item.op in MESSAGES)}
     spans = sorted((start, end) for start, end, form in
                    zip(when.start[position], when.end[position], links.forms, strict=True)
                    if form in forms and end > start) if forms else []

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from threed.base.mesh import AXES
 from threed.base.quantity import many, show_bytes, show_count, show_seconds
 from threed.base.texttable import render, wrapped
 from threed.prediction.contention import PricedPlan, step
@@ -21,7 +20,7 @@ from threed.program.names import SNAPSHOT, VERIFY
 from threed.program.order import simulated
 from threed.program.seam import seam_of
 from threed.program.show import timeline
-from threed.program.summary import stages
+from threed.program.summary import sent_over, stages
 from threed.program.traffic import moved_by
 from threed.program.walk import Cost, Mode, Walk, walk
 
@@ -163,19 +162,19 @@ def _peaks(values: dict[str, Any], columns: int | None) -> Iterator[str]:
 
 def show(values: dict[str, Any], columns: int | None = None) -> str:
     """The report as a table. `columns`: of a terminal, if it is to fit."""
-    rows = []
+    rows, axes = [], sent_over(values["stages"])
     for position, row in enumerate(values["stages"]):
         peak, moving = row["peak_bytes"]["device"], row["activation_peak_bytes"]
         rows.append((f"pp{position}", show_seconds(row["busy_s"]), f"{row['bubble']:.1%}", show_bytes(peak),
                      show_bytes(row["peak"]["fixed_bytes"]), show_bytes(moving),
-                     *(show_bytes(row["sent_bytes"][axis]) for axis in AXES)))
+                     *(show_bytes(row["sent_bytes"].get(axis, 0)) for axis in axes)))
     usual = "(by default; for another machine --hardware NAME|FILE, for this one's processors run.device=cpu)"
     is_usual = values.get("default_hardware") and not values.get("processors")
     lines = [f"costs: {values['costs']}", *([wrapped(usual, columns)] if is_usual else []),
              f"step {show_seconds(values['step_time'])}, {_idle(values)} {values['bubble']:.1%}"
              + "".join(f", {text}" for text in _speeds(values)),
              render(("a rank of", "busy", "bubble", "peak", "fixed", "activations",
-                     *(f"sends {axis}" for axis in AXES)), rows, columns)]
+                     *(f"sends {axis}" for axis in axes)), rows, columns)]
     lines += _peaks(values, columns)
     if values["slower"] > 1:
         lines.append(wrapped(f"{values['devices']} ranks share "

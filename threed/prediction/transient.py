@@ -160,9 +160,10 @@ def _came(table: Table, slots: Slots, slot: Slot) -> torch.Tensor | None:
     """What an instruction that is not measured has brought from other ranks: a tensor, or the gradient of
     one; None of other slots."""
     for made in table.units[slot.unit].makes if slot.unit >= 0 else ():
-        left = slots.get(slot._replace(kind=made.name)) if made.trip is not None else None
-        if left is None or made.trip is None:
+        source = slot._replace(kind=made.name)
+        if made.trip is None or source not in slots:
             continue
+        left = slots.get(source)
         if slot.kind == made.trip.becomes:
             rows = made.trip.bytes // (left.itemsize * left.shape[1:].numel())  # as many as the plan counts
             return left.new_zeros((rows, *left.shape[1:]))

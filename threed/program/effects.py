@@ -115,13 +115,14 @@ def _backward(item: Instruction, table: Table, _: int) -> Effects:
         adds = (*_wgrads(table, unit), *adds)
     else:
         writes = (*writes, Slot("operands", unit, microbatch))
-    return Effects("compute", reads, writes, adds=adds, frees=(*used, *tensors.came),
-                   groups=table.groups_of(item))
+    # What came is an operand of weights' gradients, too.
+    came = tensors.came if item.op == Op.BACKWARD else ()
+    return Effects("compute", reads, writes, adds=adds, frees=(*used, *came), groups=table.groups_of(item))
 
 
 def _backward_weight(item: Instruction, table: Table, _: int) -> Effects:
     _computes(item, table)
-    operands = (Slot("operands", item.unit, item.microbatch),)
+    operands = (Slot("operands", item.unit, item.microbatch), *passed(item, table).came)
     return Effects("compute", operands, adds=_wgrads(table, item.unit), frees=operands,
                    groups=table.groups_of(item))
 
@@ -179,10 +180,6 @@ def _travel(item: Instruction, table: Table) -> Effects:
     move = move_of(item, table)
     return Effects(GROUPS[item.group].lane, (move.source, *move.counts), (move.target,),
                    frees=(move.source,) if move.handed.grad else (), groups=(item.group,))
-
-
-def _exchange(item: Instruction, table: Table, _: int) -> Effects:
-    return _travel(item, table)
 
 
 # ---- parameters and gradients
@@ -372,7 +369,7 @@ _EFFECTS: dict[Op, Callable[[Instruction, Table, int], Effects]] = {
     Op.GATHER: _gather,
     Op.RELEASE: _release,
     Op.REDUCE: _reduce,
-    Op.EXCHANGE: _exchange,
+    Op.EXCHANGE: lambda item, table, _: _travel(item, table),
     Op.CLIP: _clip,
     Op.STEP: _step,
     **dict.fromkeys((Op.OFFLOAD, Op.FETCH), _move),

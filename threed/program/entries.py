@@ -19,8 +19,9 @@ class Trip(NamedTuple):
     by: str  # op: GATHER (back: REDUCE) or EXCHANGE (back: the same)
     ranks: int  # of the group
     bytes: int  # of what arrives, as the plan counts it
-    counts: tuple[tuple[str, int], ...] = ()  # EXCHANGE: (tensor, its maker) of the rows that a rank gives to
-    # each, and takes of each; none: equally many
+    # EXCHANGE: (tensor, how many units before this one its maker is) of the rows that a rank gives to each,
+    # and takes of each; none: equally many.
+    counts: tuple[tuple[str, int], ...] = ()
 
 
 class Handed(NamedTuple):

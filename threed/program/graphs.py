@@ -96,6 +96,7 @@ class _Step(NamedTuple):
     params: tuple[int, ...]
     grads: tuple[int, ...]
     alike: tuple[Any, ...]  # equal for instructions that may replay the same graph
+    gone: tuple[Slot, ...]  # of what the pass has made: what others have freed since its last instruction
 
 
 def _passes(analysis: Analysis, position: int) -> tuple[dict[tuple[int, int], list[_Step]],
@@ -109,6 +110,7 @@ def _passes(analysis: Analysis, position: int) -> tuple[dict[tuple[int, int], li
     ends: dict[tuple[int, int], int] = {}
     maker: dict[Slot, tuple[int, int]] = {}
     alive: defaultdict[tuple[int, int], set[Slot]] = defaultdict(set)  # what each pass has made
+    gone: defaultdict[tuple[int, int], list[Slot]] = defaultdict(list)
     begun = {slot for slot in start if slot.kind == "wgrad"}  # gradients to which something has been added
     outside: dict[Slot, int] = {}
     most = 0
@@ -122,7 +124,8 @@ def _passes(analysis: Analysis, position: int) -> tuple[dict[tuple[int, int], li
             memory += [users.buffers.get(slot) for slot in grads]
             needed = frozenset((slot.kind, slot.unit) for slot in alive[which])
             alike = item.op, item.unit, item.keep, needed, *memory, *(slot in begun for slot in grads)
-            step = _Step(index, item, effect, _units(params), _units(grads), alike)
+            step = _Step(index, item, effect, _units(params), _units(grads), alike,
+                         tuple(gone.pop(which, ())))
             passes.setdefault(which, []).append(step)
             ends[which] = index
             maker |= dict.fromkeys(_made(effect, table), which)
@@ -138,6 +141,8 @@ def _passes(analysis: Analysis, position: int) -> tuple[dict[tuple[int, int], li
             outside.pop(slot, None)
             if slot in maker:
                 alive[maker[slot]].discard(slot)
+                if item.op not in COMPUTE:
+                    gone[maker[slot]].append(slot)
         begun.difference_update(effect.frees)
     return passes, ends, most
 
@@ -159,6 +164,11 @@ def _peak(steps: Sequence[_Step], table: Table, transient: Callable[[Instruction
     alive: dict[Slot, int] = {}
     peak = 0
     for step in steps:
+        for slot in step.gone:
+            alive.pop(slot, None)
+        # What other ranks sent stays in the set until its reader's backward.
+        alive |= {slot: table.size(slot) for slot in step.effect.reads
+                  if slot not in alive and slot.kind in table.handed}
         # What comes from elsewhere is copied to its place in the set. (`saved` has the input of its unit.)
         copied = sum(table.size(slot) for slot in step.effect.reads
                      if slot not in alive and (slot.kind == "grad" or step.item.keep != "all")

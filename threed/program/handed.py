@@ -8,7 +8,8 @@ A tensor that travels is made by its unit's FORWARD, and an instruction directly
     EXCHANGE gcame u3 m1 (dp)     gcame u3 m1 -> gsent u3 m1
 
 What has left is freed, what has come is freed by the BACKWARD of the unit that reads it, and RECOMPUTE makes
-neither again. Without a gradient both stay until their maker's BACKWARD.
+neither again. Without a gradient both stay until their maker's BACKWARD; in a program that only runs forward,
+until their last reader's FORWARD.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def move_of(item: Instruction, table: Table) -> Move:
         if trip is None or item.group != trip.over or item.microbatch < 0:
             continue
         here, there = (Slot(kind, item.unit, item.microbatch) for kind in (each.name, trip.becomes))
-        counts = tuple(Slot(name, maker, item.microbatch) for name, maker in trip.counts)
+        counts = tuple(Slot(name, item.unit - before, item.microbatch) for name, before in trip.counts)
         if item.kind == each.name and item.op == trip.by:
             return Move(each, False, here, there, counts)
         if each.grad and item.kind == gradient_kind(trip.becomes) and item.op == back(trip.by):

@@ -72,7 +72,7 @@ def simulated(links: Links, table: Table, start: set[Slot], pools: Buffers) -> L
         found = strand.pairs, Users(table, set(), pools).follow(steps)
         strands.append(strand._replace(pairs=[*chain(*(_across(pairs, strand.forms) for pairs in found))]))
     steps = [*_ends_of_runs(shared)]
-    found = (follow(steps, start).pairs, Users(table, start, pools).follow(steps), _kept_moves(links.forms))
+    found = (follow(steps, start).pairs, Users(table, start, pools).follow(steps), _by_allocator(links.forms))
     return replace(links, strands=strands,
                    shared=[*chain(*(_across(pairs, links.forms) for pairs in found))])
 
@@ -110,15 +110,15 @@ def waits(links: Links, table: Table, start: set[Slot], pools: Buffers) -> list[
     known = _Known([effect.lane for effect in links.effects])
     needs: list[set[int]] = [{*producers, *memory.occupy(index, effect)}
                              for index, (producers, effect) in enumerate(zip(links.producers, links.effects))]
-    for need, index in _kept_moves(links.forms):
+    for need, index in _by_allocator(links.forms):
         needs[index].add(need)
     return [known.add(index, needs[index], item.op in MESSAGES) for index, item in enumerate(links.program)]
 
 
-def _kept_moves(forms: Sequence[Form]) -> Iterator[Pair]:
+def _by_allocator(forms: Sequence[Form]) -> Iterator[Pair]:
     """Memory from the device's allocator may have been used by any computation before: a kept input comes
-    back after that, and so does what travels. And kept inputs leave one at a time: behind a slow link they
-    would pile up, in memory that no plan counts."""
+    back, and a tensor travels, after that. And kept inputs leave one at a time: behind a slow link they would
+    pile up, in memory that no plan counts."""
     moves = {form for form in dict.fromkeys(forms)
              if (form.effect.lane in ("d2h", "h2d") and form.item.kind in ("kept", "kpart"))
              or (form.item.of_slot and form.effect.lane != "compute")}

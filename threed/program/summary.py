@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from threed.base.mesh import AXES
+from threed.base.mesh import AXES, FOLDS
 from threed.base.quantity import ring, show_bytes, show_count
 from threed.base.texttable import render
 from threed.program.analysis import Analysis
@@ -161,17 +162,24 @@ def _away(table: Table, position: int) -> dict[Tier, int]:
 
 # ---------------------------------------------------------------- as text
 
-HEAD = ("a rank of", "parameters", "param", "grad", "optimizer", "buffers", "activations",
-        *(f"sends {axis}" for axis in AXES), "gathers", "reduces")
 HELD = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "buffer_bytes", "activation_peak_bytes")
+
+
+def sent_over(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The axes of which documents of summaries show the bytes sent: those of AXES, and those of folds over
+    which any are."""
+    return [*AXES, *(axis for axis in FOLDS if any(row["sent_bytes"].get(axis) for row in rows))]
 
 
 def show(rows: list[dict[str, Any]], columns: int | None = None) -> str:
     """Documents of summaries as a table, then the bytes on other tiers. `columns`: of a terminal, if it is
     to fit."""
-    lines = [render(HEAD, [(f"pp{position}", show_count(row["parameters"]),
+    axes = sent_over(rows)
+    head = ("a rank of", "parameters", "param", "grad", "optimizer", "buffers", "activations",
+            *(f"sends {axis}" for axis in axes), "gathers", "reduces")
+    lines = [render(head, [(f"pp{position}", show_count(row["parameters"]),
                             *(show_bytes(row[key]) for key in HELD),
-                            *(show_bytes(row["sent_bytes"][axis]) for axis in AXES),
+                            *(show_bytes(row["sent_bytes"].get(axis, 0)) for axis in axes),
                             *(str(row[key]) for key in ("gathers", "reduces")))
                            for position, row in enumerate(rows)], columns)]
     for position, row in enumerate(rows):

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class Gathered(NamedTuple):
-    """All ranks of a group get all parts."""
+    """All ranks of a group get all parts, which have equally many rows."""
 
     becomes: str  # the tensor that later layers read
     over: str  # the group, one inside a pipeline position, such as "dp"
@@ -27,7 +27,7 @@ class Exchanged(NamedTuple):
     """Each rank of a group gives rows to each, itself included: first those for rank 0.
 
     `gives`, `takes`: tensors handed on without a gradient, [ranks of the group], int64: the rows for each
-    rank, and of each. Both empty: all ranks get equally many.
+    rank, and of each. Both empty: all ranks get equally many, and the rows are a multiple of the ranks.
     """
 
     becomes: str

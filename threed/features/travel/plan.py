@@ -1,6 +1,6 @@
 """Travel as a pass: directly behind what makes a tensor, or its gradient, it goes to other ranks. No torch.
 
-What runs between needs it not: behind other computation it would wait for that.
+Placed after other computation, it would wait for that.
 """
 
 from __future__ import annotations
@@ -35,4 +35,5 @@ def travel(programs: Programs, table: Table) -> Programs:
 def _leaving(unit: int, made: ComputeUnit) -> list[Instruction]:
     """First what has no gradient: it may say how many rows of the others travel."""
     return [Instruction(Op(each.trip.by), unit, kind=each.name, group=each.trip.over)
-            for each in sorted(made.makes, key=lambda each: each.grad) if each.trip is not None]
+            for each in sorted(made.makes, key=lambda each: (each.grad, bool(each.trip and each.trip.counts)))
+            if each.trip is not None]

@@ -4,29 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
 
 import torch
 
+from threed.base.errors import RunError
 from threed.base.mesh import GROUPS
 from threed.comm.group import Comm, Group
 from threed.comm.lanes import Job
 from threed.devices import device_of
-from threed.program.handed import Move, move_of
-from threed.program.instruction import Instruction, Op
+from threed.program.handed import Move, gradient_of, move_of
+from threed.program.instruction import Instruction, Op, Slot
 from threed.program.slots import Late, Slots
 from threed.program.table import Table
+
+Rows = tuple[list[int], list[int]]  # that a rank gives to each of a group, and takes of each
 
 
 class TravelRun:
     def __init__(self, comm: Comm, table: Table):
         self.comm, self.table, self.device = comm, table, device_of(comm.device)
+        # What has left by counts -> its rows, which the host knows when its gradient comes back.
+        self._rows: dict[Slot, Rows] = {}
 
     def handlers(self) -> dict[Op, Callable[[Instruction, Slots], Job | None]]:
         return dict.fromkeys((Op.GATHER, Op.REDUCE, Op.EXCHANGE), self.move)
 
     def move(self, instruction: Instruction, slots: Slots) -> Job | None:
-        """The job that takes a tensor to other ranks. How many rows come may be known only when it runs."""
+        """The job that takes a tensor to other ranks. How many rows come may be known only when it runs: on a
+        GPU the host waits for the counts then."""
         move, group = move_of(instruction, self.table), self.comm.groups[instruction.group]
         value, came = slots.get(move.source), Late()
         counts = [slots.late(slot) for slot in move.counts]
@@ -39,7 +44,7 @@ class TravelRun:
                 return value.new_empty((rows, *value.shape[1:]))
 
         def job() -> None:
-            came.value = _taken(move, instruction.op, group, value, [count() for count in counts], empty)
+            came.value = self._taken(move, instruction.op, group, value, counts, empty)
             for tensor in (value, came.value):
                 self.device.in_use(tensor)
 
@@ -48,20 +53,49 @@ class TravelRun:
             return None
         return job
 
+    def _taken(self, move: Move, op: Op, group: Group, value: torch.Tensor,
+               counts: list[Callable[[], torch.Tensor]],
+               empty: Callable[[int], torch.Tensor]) -> torch.Tensor:
+        """What comes of the other ranks, when it is there (on a GPU: for the current stream)."""
+        size = group.size()
+        if not value.dim():
+            raise RunError(f"{self._who(move)} a number: it must have rows")
+        if op == Op.GATHER:
+            whole = empty(size * len(value))
+            group.all_gather(whole, value.contiguous()).wait()
+            return whole
+        if op == Op.REDUCE:
+            part = empty(len(value) // size)
+            group.reduce_scatter(part, value.contiguous()).wait()
+            return part
+        gives, takes = self._counted(move, counts, len(value), size)
+        came = empty(sum(takes))
+        group.exchange(came, value.contiguous(), gives, takes).wait()
+        return came
 
-def _taken(move: Move, op: Op, group: Group, value: torch.Tensor, counts: list[Any],
-           empty: Callable[[int], torch.Tensor]) -> torch.Tensor:
-    """What comes of the other ranks, when it is there (on a GPU: for the current stream)."""
-    size, rows = group.size(), len(value)
-    if op == Op.GATHER:
-        whole = empty(size * rows)
-        group.all_gather(whole, value.contiguous()).wait()
-        return whole
-    if op == Op.REDUCE:
-        part = empty(rows // size)
-        group.reduce_scatter(part, value.contiguous()).wait()
-        return part
-    gives, takes = [count.tolist() for count in counts] or [[rows // size] * size] * 2
-    rows_in = empty(sum(takes))
-    group.exchange(rows_in, value.contiguous(), gives, takes).wait()
-    return rows_in
+    def _counted(self, move: Move, counts: list[Callable[[], torch.Tensor]], rows: int, size: int) -> Rows:
+        """The rows of an exchange. RunError where they are not those of the tensor."""
+        if not counts:
+            if rows % size:
+                raise RunError(f"{self._who(move)} {rows} rows, equally many for each of {size} ranks: send "
+                               "a multiple, or say how many rows each gets (gives, takes)")
+            return [rows // size] * size, [rows // size] * size
+        if move.back:
+            takes, gives = self._rows.pop(move.target)
+            return gives, takes
+        gives, takes = known = [count().tolist() for count in counts]
+        for (name, _), each in zip(move.handed.trip.counts if move.handed.trip else (), known, strict=True):
+            if not isinstance(each, list) or len(each) != size or any(
+                    not isinstance(count, int) or count < 0 for count in each):
+                raise RunError(f"{self._who(move)} rows by the counts '{name}'={each}: they must be {size} "
+                               "whole numbers of at least 0, one a rank of the group")
+        if sum(gives) != rows:
+            raise RunError(f"{self._who(move)} {rows} rows, and the counts for the ranks, {gives}, add up "
+                           f"to {sum(gives)}")
+        self._rows[gradient_of(move.source)] = gives, takes
+        return gives, takes
+
+    def _who(self, move: Move) -> str:
+        trip = move.handed.trip
+        return (f"layer {self.table.units[move.source.unit].name} sends of '{move.handed.name}' over "
+                f"{trip.over if trip else ''}")

@@ -96,7 +96,7 @@ class _Step(NamedTuple):
     params: tuple[int, ...]
     grads: tuple[int, ...]
     alike: tuple[Any, ...]  # equal for instructions that may replay the same graph
-    gone: tuple[Slot, ...]  # of what the pass has made: what others have freed since its last instruction
+    gone: tuple[Slot, ...]  # of what the pass has made: what has travelled since its last instruction
 
 
 def _passes(analysis: Analysis, position: int) -> tuple[dict[tuple[int, int], list[_Step]],
@@ -111,6 +111,7 @@ def _passes(analysis: Analysis, position: int) -> tuple[dict[tuple[int, int], li
     maker: dict[Slot, tuple[int, int]] = {}
     alive: defaultdict[tuple[int, int], set[Slot]] = defaultdict(set)  # what each pass has made
     gone: defaultdict[tuple[int, int], list[Slot]] = defaultdict(list)
+    travels = table.handed
     begun = {slot for slot in start if slot.kind == "wgrad"}  # gradients to which something has been added
     outside: dict[Slot, int] = {}
     most = 0
@@ -141,7 +142,7 @@ def _passes(analysis: Analysis, position: int) -> tuple[dict[tuple[int, int], li
             outside.pop(slot, None)
             if slot in maker:
                 alive[maker[slot]].discard(slot)
-                if item.op not in COMPUTE:
+                if slot.kind in travels and item.op not in COMPUTE:
                     gone[maker[slot]].append(slot)
         begun.difference_update(effect.frees)
     return passes, ends, most
@@ -162,13 +163,14 @@ def _made(effect: Effects, table: Table) -> list[Slot]:
 def _peak(steps: Sequence[_Step], table: Table, transient: Callable[[Instruction], int]) -> int:
     """The most bytes that a pass holds in its set."""
     alive: dict[Slot, int] = {}
+    handed = table.handed
     peak = 0
     for step in steps:
         for slot in step.gone:
             alive.pop(slot, None)
         # What other ranks sent stays in the set until its reader's backward.
         alive |= {slot: table.size(slot) for slot in step.effect.reads
-                  if slot not in alive and slot.kind in table.handed}
+                  if slot not in alive and slot.kind in handed}
         # What comes from elsewhere is copied to its place in the set. (`saved` has the input of its unit.)
         copied = sum(table.size(slot) for slot in step.effect.reads
                      if slot not in alive and (slot.kind == "grad" or step.item.keep != "all")

@@ -57,7 +57,8 @@ def share_of(config: Config) -> Share:
     parallel = config.parallel
     ranks = {axis: getattr(parallel, axis) for axis in (*axes_of("parameters"), *FOLDS)}
     return Share(ranks, ("tp",) if parallel.sequence_parallel else (), config.train.micro_batch_size,
-                 BYTES[config.precision.dtype], config.data.document_mask, config.masked)
+                 BYTES[config.precision.dtype], config.data.document_mask, config.masked,
+                 config.token_ranks)
 
 
 def model_key(config: Config) -> object:

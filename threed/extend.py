@@ -19,7 +19,7 @@ Callbacks, and torch modules of your own, need `threed` alone (`threed.Callback`
 from __future__ import annotations
 
 from threed.base.later import F, torch
-from threed.base.mesh import AXES, FOLDS, GROUPS, Fold, GroupRow, fold_groups
+from threed.base.mesh import AXES, FOLDS, GROUPS, QUIET, Fold, GroupRow, fold_groups
 from threed.models.families import gpt, llama
 from threed.models.families.base import Family
 from threed.models.families.registry import family_of
@@ -43,9 +43,9 @@ from threed.spec.parameter import SEQUENCE, WHOLE, Cost, Cut, Parameter, Rows, S
 from threed.spec.travel import Exchanged, Gathered
 
 __all__ = [
-    "AXES", "FOLDS", "GROUPS", "OPTIMIZERS", "SCHEDULES", "SEQUENCE", "WHOLE", "Attention", "Block",
-    "Branch", "Buffer", "Column", "Cost", "Cut", "Dropout", "Embedding", "Exchanged", "F", "Family",
-    "Fold", "Gathered", "GroupRow", "Head", "Held", "Instruction", "Layer", "Logits", "Mlp",
+    "AXES", "FOLDS", "GROUPS", "OPTIMIZERS", "QUIET", "SCHEDULES", "SEQUENCE", "WHOLE", "Attention",
+    "Block", "Branch", "Buffer", "Column", "Cost", "Cut", "Dropout", "Embedding", "Exchanged", "F",
+    "Family", "Fold", "Gathered", "GroupRow", "Head", "Held", "Instruction", "Layer", "Logits", "Mlp",
     "ModelConfig", "Norm", "Op", "Optimizer", "Order", "Out", "ParallelConfig", "Parameter", "Part",
     "Pass", "Programs", "Row", "Rows", "Saved", "Schedule", "Share", "Table", "Task", "Tile", "Update",
     "View", "added", "cut_over", "family_of", "fold_groups", "gpt", "layers_of", "llama", "make_mesh",

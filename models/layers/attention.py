@@ -16,7 +16,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from threed.base.errors import InputError
 from threed.base.later import torch
+from threed.base.mesh import axes_of
 from threed.models.layers.base import Part
 from threed.models.layers.parts import MASK, Column, Held, Row, moved_by_norm
 from threed.schema import ModelConfig
@@ -56,6 +58,9 @@ class Attention(Part):
         return {SCALES: torch.stack(self.norms.weights())} if self.norms is not None else {}
 
     def cost(self, share: Share) -> Cost:
+        if share.tokens > 1:
+            raise InputError(f"{self.name}: it attends to all tokens of a sample, which {share.tokens} ranks "
+                             f"divide here ({' x '.join(axes_of('tokens'))}): give that axis one rank")
         return super().cost(share) + Cost(self._kernels(share), self._saved(share))
 
     def _kernels(self, share: Share) -> tuple[Kernel, ...]:

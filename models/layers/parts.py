@@ -156,7 +156,7 @@ class Linear(Held):
 
     def product(self, seq_len: int, share: Share, outputs: int, inputs: int) -> Product:
         """`outputs`, `inputs`: of this rank."""
-        return Product(seq_len * share.sequences, outputs, inputs, weight=self.learns or FROZEN)
+        return Product(share.length(seq_len) * share.sequences, outputs, inputs, weight=self.learns or FROZEN)
 
     def added(self, share: Share) -> Cost:
         """The cost of its adapters."""

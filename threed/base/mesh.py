@@ -10,34 +10,50 @@ each group of ranks that it brings. The group with the name of an axis is all ra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import product
 from math import prod
 from typing import NamedTuple
 
 from threed.base.quantity import many
 
-# Axis -> what ranks along it divide among them: stages of the model, samples of the batch, or parameters of a
-# layer. The order is that of text, from the outermost axis.
+# Axis -> what ranks along it divide among them: stages of the model, samples of the batch, tokens of a
+# sample, or parameters of a layer. The order is that of text, from the outermost axis.
 AXES: dict[str, str] = {"pp": "stages", "dp": "samples", "tp": "parameters"}
+# Axes that are shown only where they have more than one rank. An order that leaves one out has it after dp.
+QUIET: set[str] = set()
+
+
+_DIVIDED = ("stages", "samples", "tokens", "parameters")
 
 
 def axes_of(what: str) -> tuple[str, ...]:
-    """The axes along which ranks divide this: stages, samples or parameters."""
+    """The axes along which ranks divide this: stages, samples, tokens or parameters."""
     return tuple(axis for axis, divides in AXES.items() if divides == what)
+
+
+def spanned(over: Iterable[str]) -> tuple[str, ...]:
+    """Axes, and all axes of what ranks along them divide, such as tokens."""
+    return tuple(axis for each in over for axis in (axes_of(each) if each in _DIVIDED else (each,)))
 
 
 class GroupRow(NamedTuple):
     """A kind of group. Each rank is in one group of each kind."""
 
-    axes: tuple[str, ...] | None  # the axes that the group spans; None: all
+    # The axes that the group spans, or what ranks along them divide, which is all such axes; None: all.
+    over: tuple[str, ...] | None
     counts: str  # the axis under which its bytes are counted
     lane: str = ""  # of its collectives; empty: it has messages instead, each channel on a lane of its own
     # Its members among all ranks along its axes, which are numbered in the order of the mesh, the last axis
     # fastest: (mesh, own number) -> numbers; None: all.
     members: Callable[[Mesh, int], Iterable[int]] | None = None
     needed: Callable[[Mesh], bool] = lambda mesh: True  # False: another group has the same ranks
+
+    @property
+    def axes(self) -> tuple[str, ...] | None:
+        """The axes that it spans; None: all."""
+        return None if self.over is None else spanned(self.over)
 
     @property
     def across_positions(self) -> bool:
@@ -55,12 +71,12 @@ def in_runs(length: Callable[[Mesh], int], step: Callable[[Mesh], int] = lambda 
     return members
 
 
-def across_runs(length: Callable[[Mesh], int], axes: tuple[str, ...],
+def across_runs(length: Callable[[Mesh], int], over: tuple[str, ...],
                 step: Callable[[Mesh], int] = lambda mesh: 1) -> Callable[[Mesh, int], range]:
-    """Members are the ranks at the same place in each run. `axes`: as the row's."""
+    """Members are the ranks at the same place in each run. `over`: the row's."""
     def members(mesh: Mesh, at: int) -> range:
         apart = length(mesh) * step(mesh)
-        return range(at % apart, mesh.count(axes), apart)
+        return range(at % apart, mesh.count(spanned(over)), apart)
 
     return members
 
@@ -69,15 +85,23 @@ def _shards(mesh: Mesh) -> int:
     return mesh.shard_size
 
 
+def data_axes() -> tuple[str, ...]:
+    """The axes whose ranks have data of their own, and over which ZeRO works: of samples and of tokens."""
+    return spanned(_DATA)
+
+
+_DATA = ("samples", "tokens")
+
+
 GROUPS: dict[str, GroupRow] = {
     # Collectives inside FORWARD and BACKWARD.
     "tp": GroupRow(("tp",), "tp", "compute"),
     # REDUCE and GATHER.
-    "dp": GroupRow(("dp",), "dp", "dp"),
+    "dp": GroupRow(_DATA, "dp", "dp"),
     # A run of `shard` members of dp: state is sharded within it,
-    "shard": GroupRow(("dp",), "dp", "dp", in_runs(_shards), lambda mesh: mesh.has_copies),
+    "shard": GroupRow(_DATA, "dp", "dp", in_runs(_shards), lambda mesh: mesh.has_copies),
     # and repeated across "replica", the ranks at the same place in each run.
-    "replica": GroupRow(("dp",), "dp", "dp", across_runs(_shards, ("dp",)), lambda mesh: mesh.has_copies),
+    "replica": GroupRow(_DATA, "dp", "dp", across_runs(_shards, _DATA), lambda mesh: mesh.has_copies),
     # SEND and RECV.
     "pp": GroupRow(("pp",), "pp"),
     # The first and the last position, which hold a tied embedding; any other position is alone in its group.
@@ -131,10 +155,23 @@ def fold_groups(axis: str) -> dict[str, GroupRow]:
                                         lambda mesh: mesh.has_copies)}
 
 
+def shown(sizes: Mapping[str, int]) -> list[str]:
+    """The axes that texts show. `sizes`: ranks along each, or what else there is of it."""
+    return [axis for axis in AXES if axis not in QUIET or sizes.get(axis, 1) > 1]
+
+
+def in_full(order: Sequence[str]) -> tuple[str, ...]:
+    """An order of axes, with the quiet ones that it leaves out."""
+    missing = [axis for axis in AXES if axis in QUIET and axis not in order]
+    after = order.index("dp") + 1 if "dp" in order else len(order)
+    return (*order[:after], *missing, *order[after:])
+
+
 def fold_problem(axis: str, size: int, sizes: Mapping[str, int], shard_size: int) -> str:
     """Why a fold cannot have runs of `size` ranks; "" where it can. `sizes`: of the other axes."""
     axes = FOLDS[axis].axes
-    ranks, copies = prod(sizes[each] for each in axes), sizes["dp"] // shard_size
+    ranks, copies = (prod(sizes[each] for each in some) for some in (axes, data_axes()))
+    copies //= shard_size
     if size < 1 or ranks % size:
         return f"does not divide the {ranks} ranks of {' x '.join(axes)}: take a divisor of {ranks}"
     if ranks // size % copies:
@@ -148,6 +185,7 @@ class Coordinate:
     """A rank's coordinates."""
 
     on: Mapping[str, int]  # axis -> coordinate; also on those of FOLDS
+    shown: Sequence[str] = field(default=(), compare=False)  # axes that its text has; none: all
 
     @property
     def position(self) -> int:
@@ -164,7 +202,7 @@ class Coordinate:
         return not any(self.on[axis] for axis in axes)
 
     def __str__(self) -> str:
-        return " ".join(f"{axis}{at}" for axis, at in self.on.items() if axis in AXES)
+        return " ".join(f"{axis}{self.on[axis]}" for axis in self.shown or AXES)
 
 
 class Mesh:
@@ -176,7 +214,7 @@ class Mesh:
     """
 
     def __init__(self, order: tuple[str, ...] = (), shard: int | None = None, **sizes: int):
-        self.order = order or tuple(AXES)
+        self.order = in_full(order or tuple(AXES))
         self.sizes: dict[str, int] = {axis: sizes.pop(axis, 1) for axis in AXES}
         self.folds: dict[str, int] = {axis: sizes.pop(axis, 1) for axis in FOLDS}
         if sizes or sorted(self.order) != sorted(AXES):
@@ -184,9 +222,9 @@ class Mesh:
                              "each")
         if min(self.sizes.values()) < 1:
             raise ValueError(f"axes must have at least one rank: {self.text('=')}")
-        self.shard_size = self.sizes["dp"] if shard is None else shard
-        if self.sizes["dp"] % self.shard_size:
-            raise ValueError(f"dp={self.sizes['dp']} is not divisible by the shard size {self.shard_size}")
+        self.shard_size = self.data_ranks if shard is None else shard
+        if self.data_ranks % self.shard_size:
+            raise ValueError(f"dp={self.data_ranks} is not divisible by the shard size {self.shard_size}")
         for axis, size in self.folds.items():
             if problem := fold_problem(axis, size, self.sizes, self.shard_size):
                 raise ValueError(f"{axis}={size} {problem}")
@@ -196,6 +234,11 @@ class Mesh:
         return prod(self.sizes.values())
 
     @property
+    def data_ranks(self) -> int:
+        """Ranks of the group dp."""
+        return self.count(data_axes())
+
+    @property
     def positions(self) -> int:
         """Pipeline positions."""
         return self.sizes["pp"]
@@ -203,12 +246,12 @@ class Mesh:
     @property
     def has_copies(self) -> bool:
         """Whether dp is cut into several shard groups, each with a copy of what is sharded."""
-        return self.shard_size < self.sizes["dp"]
+        return self.shard_size < self.data_ranks
 
     @property
     def copies(self) -> int:
         """Shard groups."""
-        return self.sizes["dp"] // self.shard_size
+        return self.data_ranks // self.shard_size
 
     @property
     def shard_group(self) -> str:
@@ -220,11 +263,11 @@ class Mesh:
         if not 0 <= rank < self.size:
             raise ValueError(f"rank {rank} is outside the mesh of {self.size}")
         at = self.at(rank, self.order)
-        here = Coordinate({axis: at[axis] for axis in AXES})
+        here = Coordinate({axis: at[axis] for axis in AXES}, shown(self.sizes))
         if not FOLDS:
             return here
-        return Coordinate({**here.on, **{axis: self.number(here, fold.axes) % self.folds[axis]
-                                         for axis, fold in FOLDS.items()}})
+        folded = {axis: self.number(here, fold.axes) % self.folds[axis] for axis, fold in FOLDS.items()}
+        return Coordinate({**here.on, **folded}, here.shown)
 
     def rank(self, **at: int) -> int:
         """The rank with these coordinates, 0 on axes that are not named."""
@@ -236,6 +279,11 @@ class Mesh:
     def beside(self, here: Coordinate, **at: int) -> int:
         """The rank that differs from the one `here` in these coordinates."""
         return self.rank(**{**here.on, **at})
+
+    def tokens_of(self, here: Coordinate) -> tuple[int, int]:
+        """(index, count) of a rank's part of the tokens of a sample."""
+        axes = axes_of("tokens")
+        return self.number(here, axes), self.count(axes)
 
     def group(self, name: str, rank: int) -> tuple[int, ...]:
         """The ranks of the group called `name` that `rank` is in, in the order of their coordinates."""
@@ -281,16 +329,17 @@ class Mesh:
 
     def text(self, joined: str = " ") -> str:
         """The sizes as text: pp 2 x dp 2 x tp 1."""
-        return " x ".join(f"{axis}{joined}{size}" for axis, size in self.sizes.items())
+        return " x ".join(f"{axis}{joined}{self.sizes[axis]}" for axis in shown(self.sizes))
 
     def draw(self, most: int = 24) -> str:
         """A table of ranks: a column for each coordinate on the last of AXES, a row for each coordinate on
         the others; no more than `most` rows."""
         cells = {str(self.coordinate(rank)): f"r{rank}" for rank in range(self.size)}
-        *others, last = AXES
+        *others, last = shown(self.sizes)
+        order = "-".join(axis for axis in self.order if axis in shown(self.sizes))
         heads = [f"{last}{at}" for at in range(self.sizes[last])]
         width = max(map(len, (*cells.values(), *heads)))
-        lines = [f"{many(self.size, 'rank')} = {self.text()}, order {'-'.join(self.order)}",
+        lines = [f"{many(self.size, 'rank')} = {self.text()}, order {order}",
                  " " * 12 + "  ".join(head.ljust(width) for head in heads)]
         rows = [" ".join(f"{axis}{at}" for axis, at in zip(others, row, strict=True))
                 for row in product(*(range(self.sizes[axis]) for axis in others))]

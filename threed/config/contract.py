@@ -47,7 +47,7 @@ class Cell(NamedTuple):
             kept = "cpu"
         return cls("file" if parallel.schedule.startswith("file:") else parallel.schedule, config.zero.stage,
                    _offload(config), kept, config.precision.dtype, parallel.sequence_parallel,
-                   config.model.tie_embeddings, config.shard_size < config.dp)
+                   config.model.tie_embeddings, config.shard_size < config.data_ranks)
 
 
 def _offload(config: Config) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from threed.base.address import is_store, local_path
 from threed.base.address import problem as address_problem
 from threed.base.errors import InputError, Problem
-from threed.base.mesh import fold_problem
+from threed.base.mesh import axes_of, fold_problem
 from threed.base.quantity import parse_bytes
 from threed.base.remember import remembered
 from threed.config.contract import Cell, refusal
@@ -79,6 +79,8 @@ def _check_sizes(config: Config) -> Iterator[Problem]:
     if model.padded_vocab % tp:
         yield Problem("model.vocab_multiple", f"the padded vocabulary={model.padded_vocab} is not divisible "
                       f"by parallel.tp={tp}; set model.vocab_multiple={math.lcm(model.vocab_multiple, tp)}")
+    if config.token_ranks > 1:
+        yield from _check_tokens(config)
     if config.parallel.sequence_parallel:
         if tp == 1:
             yield Problem.of("parallel.sequence_parallel", "=true needs parallel.tp > 1: tp splits the "
@@ -86,6 +88,18 @@ def _check_sizes(config: Config) -> Iterator[Problem]:
         elif model.seq_len % tp:
             yield Problem.of("parallel.sequence_parallel", f"=true: model.seq_len={model.seq_len} is not "
                              f"divisible by parallel.tp={tp}")
+
+
+def _check_tokens(config: Config) -> Iterator[Problem]:
+    axes, ranks = " x ".join(axes_of("tokens")), config.token_ranks
+    parts = ranks * (config.parallel.tp if config.parallel.sequence_parallel else 1)
+    if config.model.seq_len % parts:
+        over = f"{parts} ranks of {axes}{' x tp' * (parts > ranks)}"
+        yield Problem.of("model.seq_len", f"={config.model.seq_len} is not divisible by the {over}, which "
+                         "divide it")
+    if config.data.document_mask:
+        yield Problem.of("data.document_mask", f"=true: the documents of a sample are not cut over {axes} "
+                         "yet")
 
 
 def _check_scaling(model: ModelConfig) -> Iterator[Problem]:
@@ -131,7 +145,7 @@ def _check_parallel(config: Config, world_size: int | None) -> Iterator[Problem]
         yield Problem.of("parallel.dp", f"={config.dp}{sizes} = {config.world_size} processes, but the world "
                          f"size is {world_size}{fits}")
     yield from _check_schedule_shape(config)
-    for axis, size in config.fold_sizes.items() if config.dp % config.shard_size == 0 else ():
+    for axis, size in config.fold_sizes.items() if config.data_ranks % config.shard_size == 0 else ():
         if problem := fold_problem(axis, size, config.axis_sizes, config.shard_size):
             yield Problem.of(f"parallel.{axis}", f"={size} {problem}")
 
@@ -193,7 +207,7 @@ def _check_zero(config: Config) -> Iterator[Problem]:
         if value is not None and value not in words and not (isinstance(value, int) and value >= 1):
             yield Problem.of(f"zero.{key}", f"={value}: must be a whole number of at least 1, or "
                              f"{' or '.join(words)}")
-    if zero.shard_size is not None and config.dp % zero.shard_size:
+    if zero.shard_size is not None and config.data_ranks % zero.shard_size:
         yield Problem.of("zero.shard_size", f"={zero.shard_size} does not divide parallel.dp={config.dp}: "
                          "each group shares one copy, and all groups are of one size")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import accumulate
 from typing import Any
 
-from threed.base.mesh import AXES
+from threed.base.mesh import AXES, shown
 from threed.base.quantity import show_bytes, show_count, show_seconds
 from threed.html_report.content import Content, thin
 from threed.html_report.drawing import FAINT, INK, MEASURED, PREDICTED, byte_unit, finish, plotly, time_unit
@@ -65,7 +65,7 @@ def _ranks(content: Content) -> Any:
 
     go, _ = plotly()
     mesh = content.mesh
-    others = [axis for axis in AXES if axis != "pp"]
+    others = [axis for axis in shown(mesh.sizes) if axis != "pp"]
     columns = mesh.size // mesh.positions
     numbers = numpy.zeros((mesh.positions, columns), dtype=numpy.int32)
     shades, names = numpy.zeros_like(numbers), [""] * columns

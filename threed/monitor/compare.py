@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from threed.base.errors import InputError
-from threed.base.mesh import AXES
+from threed.base.mesh import AXES, QUIET
 from threed.base.quantity import many, show_seconds
 from threed.base.texttable import render
 from threed.monitor.attribute import CAUSES, attribute, parts
@@ -216,6 +216,7 @@ MOST_RANKS = 64
 def show(compared: dict[str, Any], columns: int | None = None) -> str:
     """What `compare` returned, as text. `columns`: of a terminal, if tables are to fit."""
     step = compared["step"]
+    axes = [axis for axis in AXES if axis not in QUIET or any(row[axis] for row in compared["ranks"])]
     error = step["predicted"] / step["measured"] - 1.0 if step["measured"] else 0.0
     lines = [f"{compared['run']}, plan {compared['digest']}, step{'s' if len(compared['steps']) > 1 else ''} "
              + ", ".join(map(str, compared["steps"])),
@@ -232,7 +233,7 @@ def show(compared: dict[str, Any], columns: int | None = None) -> str:
                     columns, fold=False),
              "", "and by rank, measured",
              render(("", *HEADS.values()), [
-                 (f"rank {row['rank']} " + " ".join(f"{axis}{row[axis]}" for axis in AXES),
+                 (f"rank {row['rank']} " + " ".join(f"{axis}{row[axis]}" for axis in axes),
                   *(show_seconds(row[name]) for name in HEADS)) for row in compared["ranks"][:MOST_RANKS]],
                  columns)]
     if len(compared["ranks"]) > MOST_RANKS:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from threed.base.mesh import AXES, FOLDS
+from threed.base.mesh import AXES, FOLDS, shown
 from threed.comm.group import Comm
 from threed.devices import device_of
 from threed.models.model import model_flops
@@ -170,7 +170,8 @@ class Meter:
         for cause in CAUSES:
             values[f"time/{cause}"] = _mean([row[cause] for row in spent])
             values |= {f"time/{cause}/{stage}": row[cause] for stage, row in enumerate(spent)}
-        values |= {f"comm/bytes_{axis}": float(step.column(f"sent_{axis}").sum()) for axis in (*AXES, *FOLDS)}
+        values |= {f"comm/bytes_{axis}": float(step.column(f"sent_{axis}").sum())
+                   for axis in (*shown(mesh.sizes), *FOLDS)}
         values |= self.stragglers.look({what: step.column(what) for what in WORK})
         values["memory/peak_bytes"] = float(step.column("memory").max())
         if self._excluded_s:

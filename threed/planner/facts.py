@@ -190,7 +190,7 @@ class _Shared(NamedTuple):
 
     @classmethod
     def of(cls, config: Config, elements: Elements) -> _Shared:
-        copies = config.dp // config.shard_size
+        copies = config.data_ranks // config.shard_size
         share = share_of(config)
         ranks = {axis: share.over(axis) for axis in axes_of("parameters")}
         return cls(make_mesh(config).shard_group, "replica", config.shard_size, config.zero.stage >= 1,

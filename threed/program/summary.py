@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from threed.base.mesh import AXES, FOLDS
+from threed.base.mesh import AXES, FOLDS, QUIET
 from threed.base.quantity import ring, show_bytes, show_count
 from threed.base.texttable import render
 from threed.program.analysis import Analysis
@@ -166,9 +166,10 @@ HELD = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "buffer_bytes", 
 
 
 def sent_over(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The axes of which documents of summaries show the bytes sent: those of AXES, and those of folds over
-    which any are."""
-    return [*AXES, *(axis for axis in FOLDS if any(row["sent_bytes"].get(axis) for row in rows))]
+    """The axes of which documents of summaries show the bytes sent: those of AXES, and quiet ones and those
+    of folds over which any are."""
+    return [axis for axis in (*AXES, *FOLDS) if axis in {*AXES} - QUIET
+            or any(row["sent_bytes"].get(axis) for row in rows)]
 
 
 def show(rows: list[dict[str, Any]], columns: int | None = None) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from threed.base.mesh import AXES, FOLDS
+from threed.base.mesh import AXES, FOLDS, axes_of, data_axes
 from threed.schedules.orders import SCHEDULES
 from threed.schema.keys import KeySpec, specs
 from threed.schema.layout import (
@@ -73,7 +73,17 @@ class Config:
     @property
     def shard_size(self) -> int:
         """Ranks that share one copy of what is sharded."""
-        return self.zero.shard_size if self.zero.shard_size is not None else self.dp
+        return self.zero.shard_size if self.zero.shard_size is not None else self.data_ranks
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks with data of their own: samples, or tokens of them."""
+        return math.prod(self.axis_sizes[axis] for axis in data_axes())
+
+    @property
+    def token_ranks(self) -> int:
+        """Ranks that share a sample, each with some of its tokens."""
+        return math.prod(self.axis_sizes[axis] for axis in axes_of("tokens"))
 
     @property
     def pieces(self) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from threed.base.errors import InputError
-from threed.base.mesh import AXES
+from threed.base.mesh import AXES, in_full
 from threed.base.paths import expanded, of_file
 from threed.base.quantity import parse_limit
 from threed.schedules.orders import SCHEDULES
@@ -31,7 +31,7 @@ def _dp(value: int | str) -> Iterator[str]:
 
 
 def _axis_order(value: str) -> Iterator[str]:
-    if sorted(value.split("-")) != sorted(AXES):
+    if sorted(in_full(value.split("-"))) != sorted(AXES):
         yield f"={value}: must name each axis once, outermost first, for example {'-'.join(AXES)}"
 
 

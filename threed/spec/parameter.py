@@ -158,6 +158,11 @@ class Share:
     element: int = 4  # bytes of an element in the dtype of compute
     documents: bool = False  # whether attention stays inside documents, whose positions travel with the batch
     masked: bool = False  # whether some labels do not count
+    tokens: int = 1  # ranks that share a sample, each with some of its tokens
+
+    def length(self, seq_len: int) -> int:
+        """Tokens of a sequence that this rank has."""
+        return seq_len // self.tokens
 
     def over(self, cut: str) -> int:
         """The ranks over which something is cut: those of an axis, or SEQUENCE, or one ('')."""
@@ -166,18 +171,20 @@ class Share:
         return self.ranks.get(cut, 1)
 
     def seen(self, seq_len: int, axis: str) -> int:
-        """Tokens of a sequence that a layer cut over an axis works on: all where the axis gathers them."""
+        """Tokens of a sequence that a layer cut over an axis works on, all ranks of tokens together: all
+        where the axis gathers them."""
         return seq_len if axis in self.sequence else seq_len // self.over(SEQUENCE)
 
     def bytes(self, elements: int, cut: str = "", element: int | None = None) -> int:
         """Bytes of a tensor with so many elements a sequence. `element`: bytes of an element, where it has
         another dtype than compute."""
-        return elements * (element or self.element) // self.over(cut) * self.sequences
+        return elements * (element or self.element) // self.over(cut) // self.tokens * self.sequences
 
     def sent(self, elements: int, axis: str, rings: int, element: int | None = None) -> int:
         """Bytes that a rank sends in so many rings over a whole tensor. (All-gather and reduce-scatter are
         one ring, all-reduce is two.)"""
-        return rings * ring(elements * (element or self.element) * self.sequences, self.over(axis))
+        own = elements * (element or self.element) * self.sequences // self.tokens
+        return rings * ring(own, self.over(axis))
 
 
 class Outflow(NamedTuple):

@@ -69,6 +69,13 @@ class Batch:
             parts["last_B"] = self.last_B
         return parts
 
+    def tokens_of(self, index: int, count: int) -> Batch:
+        """One of `count` equal parts of the tokens of each sample."""
+        if count == 1 or not self.tokens_BS.numel():
+            return self
+        return replace(self, tokens_BS=self.tokens_BS.chunk(count, 1)[index].contiguous(),
+                       labels_BS=self.labels_BS.chunk(count, 1)[index].contiguous())
+
     def of(self, parts: Mapping[str, torch.Tensor]) -> Batch:
         """The same with other tensors, named as in `parts()`."""
         others = dict(parts)
@@ -105,6 +112,7 @@ class Context:
     # Of the run and the rank: user layers make their modules with them.
     seed: int = 0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    tokens: tuple[int, int] = (0, 1)  # (index, count) of this rank's part of the tokens of a sample
     _rotary: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     keep_mask = staticmethod(keep_mask)
@@ -212,6 +220,7 @@ class Context:
 
     def sequence(self) -> tuple[int, int]:
         """(first, length) of this rank's part of the sequence in the residual stream."""
-        parts = self.group.size() if self.sequence_parallel else 1
-        length = self.model.seq_len // parts
-        return (self.group.rank() * length if parts > 1 else 0), length
+        (index, count), parts = self.tokens, self.group.size() if self.sequence_parallel else 1
+        own = self.model.seq_len // count
+        length = own // parts
+        return index * own + (self.group.rank() * length if parts > 1 else 0), length

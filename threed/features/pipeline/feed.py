@@ -18,8 +18,9 @@ class Feed:
     """Hands out the micro-batches of the program under way, and forgets each after its last reader. The host
     reads the next one while a GPU computes with this one."""
 
-    def __init__(self, device: torch.device):
-        self.device = device
+    def __init__(self, device: torch.device, tokens: tuple[int, int] = (0, 1)):
+        """`tokens`: (index, count) of this rank's part of the tokens of a sample."""
+        self.device, self.tokens = device, tokens
         self.read: Callable[[int], Batch] = _nothing  # micro-batch -> its data on the host
         self._here: dict[int, Batch] = {}
         self._readers: Counter[int] = Counter()  # micro-batch -> instructions that will still read it
@@ -46,7 +47,7 @@ class Feed:
 
     def _load(self, microbatch: int) -> Batch:
         if microbatch not in self._here:
-            self._here[microbatch] = self.read(microbatch).to(self.device)
+            self._here[microbatch] = self.read(microbatch).tokens_of(*self.tokens).to(self.device)
         return self._here[microbatch]
 
 

@@ -113,7 +113,7 @@ class PipelineRun:
         self._constants = torch.arange(2, dtype=torch.float64, device=comm.device)
         self.saving = context.saving
         self.stream = stream
-        self.feed = Feed(comm.device)
+        self.feed = Feed(comm.device, context.tokens)
         self._sends: deque[Handle] = deque()
 
     def handlers(self) -> dict[Op, Callable[[Instruction, Slots], Handle | None]]:

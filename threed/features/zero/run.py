@@ -203,7 +203,7 @@ class ZeroRun:
             numbers[3:] = slots.get(Slot("loss"))
             if self.comm.here.position == self.table.position(self.table.last):  # count tokens once
                 # (`numbers[2] = ...` would be a copy from the host, which waits for all work before it)
-                numbers[2].fill_(self.config.tokens_per_step / self.config.dp)
+                numbers[2].fill_(self.config.tokens_per_step / self.config.data_ranks)
         numbers[1] = (~torch.isfinite(numbers)).any().double()
         self.comm.groups["world"].all_reduce(numbers).wait()
         squared, found_inf, tokens, *sums = numbers.tolist()

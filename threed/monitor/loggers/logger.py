@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from threed.base.errors import InputError
-from threed.base.mesh import AXES
+from threed.base.mesh import shown
 from threed.models.model import num_parameters
 from threed.schema import Config
 
@@ -100,7 +100,7 @@ def tags_of(config: Config) -> list[str]:
 
 
 def _sizes(config: Config) -> list[str]:
-    return [f"{axis}{config.dp if axis == 'dp' else getattr(config.parallel, axis)}" for axis in AXES]
+    return [f"{axis}{config.axis_sizes[axis]}" for axis in shown(config.axis_sizes)]
 
 
 def facts_of(config: Config) -> dict[str, int]:

@@ -121,10 +121,20 @@ class Fold(NamedTuple):
     axes: tuple[str, ...]
     over: str  # the group of ranks with equal parts, over which these parameters are sharded
 
+    @property
+    def shard(self) -> str:
+        """Their shard groups, where there are several."""
+        return f"{self.over}_shard"
+
+    @property
+    def replica(self) -> str:
+        """The group of ranks with copies of a shard."""
+        return f"{self.over}_replica"
+
     def group(self, mesh: Mesh) -> str:
         """The group over which they are sharded on a mesh: as large a part of `over` as a shard group is of
         dp."""
-        return f"{self.over}_shard" if mesh.has_copies else self.over
+        return self.shard if mesh.has_copies else self.over
 
     def ranks(self, mesh: Mesh, axis: str) -> int:
         """In that group."""
@@ -149,10 +159,9 @@ def fold_groups(axis: str) -> dict[str, GroupRow]:
     axes, over = fold
     return {axis: GroupRow(axes, axis, axis, in_runs(length)),
             over: GroupRow(axes, "dp", "dp", across_runs(length, axes)),
-            f"{over}_shard": GroupRow(axes, "dp", "dp", in_runs(shards, length),
-                                      lambda mesh: mesh.has_copies),
-            f"{over}_replica": GroupRow(axes, "dp", "dp", across_runs(shards, axes, length),
-                                        lambda mesh: mesh.has_copies)}
+            fold.shard: GroupRow(axes, "dp", "dp", in_runs(shards, length), lambda mesh: mesh.has_copies),
+            fold.replica: GroupRow(axes, "dp", "dp", across_runs(shards, axes, length),
+                                   lambda mesh: mesh.has_copies)}
 
 
 def shown(sizes: Mapping[str, int]) -> list[str]:

@@ -146,7 +146,7 @@ class Comm(ABC):
     def is_first_copy(self, fold: str = "") -> bool:
         """Whether this rank is in the first shard group, of parameter units of a fold or of the others. (Each
         shard group holds a whole copy of what is sharded.)"""
-        replica = f"{FOLDS[fold].over}_replica" if fold else "replica"
+        replica = FOLDS[fold].replica if fold else "replica"
         return self.mesh.group(replica, self.rank)[0] == self.rank
 
     @abstractmethod

@@ -131,6 +131,7 @@ def _sum_of(table: Table, chunk: Sequence[int], number: dict[int, int],
     first, count = table.units[chunk[0]], len(chunk)
     traffic = {phase: {axis: count * size for axis, size in sent.items()}
                for phase, sent in first.traffic.items()}
+
     def counts(trip: Trip) -> Trip:
         return trip._replace(counts=tuple((name, unit_of[chunk[0]] - unit_of[chunk[0] - before])
                                           for name, before in trip.counts))

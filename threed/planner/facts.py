@@ -132,8 +132,7 @@ def make_table(config: Config, place: tuple[int, ...]) -> Table:
             name, positions, laid.numel, laid.padding, shared.group, shared.shards,
             shared.reductions(laid, len(positions)) if trains else (),
             whole=all(persists(config, placed.parameter) for placed in laid.placed), trains=trains,
-            kind=kind, optimizer=(by := KINDS[kind].optimizer if kind in KINDS else ""),
-            buffers=OPTIMIZERS[by].buffers if by else (), fold=fold)
+            kind=kind, optimizer=KINDS[kind].optimizer if kind in KINDS else "", fold=fold)
     _send_home(config, parameters)
     return cut(replace(table, parameters=parameters),
                settings(config, make_mesh(config), parallel.sequence_parallel))
@@ -199,7 +198,7 @@ class _Shared(NamedTuple):
     def folded(self, config: Config, axis: str) -> _Shared:
         """How units of a fold are."""
         mesh, fold = make_mesh(config), FOLDS[axis]
-        return self._replace(group=fold.group(mesh), replica=f"{fold.over}_replica",
+        return self._replace(group=fold.group(mesh), replica=fold.replica,
                              shards=fold.ranks(mesh, axis), ranks={})
 
     def reductions(self, laid: FlatLayout, positions: int) -> tuple[Reduction, ...]:

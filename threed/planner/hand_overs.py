@@ -45,7 +45,6 @@ def hand_overs(units: Sequence[Sequence[Layer]]) -> list[HandOver]:
         for layer in unit:
             for name in layer.reads:
                 _check_read(layer, name, index, made)
-            for name in layer.reads:
                 readers[name, made[name].unit].add(index)
             reads[index] |= {name: made[name].unit for name in _with_counts(layer.reads, made)
                              if made[name].unit != index}

@@ -29,8 +29,7 @@ class Since(NamedTuple):
 
 SINCE = (Since("Table", "logits", None), Since("Table", "trains", True),
          Since("Table", "messages", WHOLE_MESSAGES), Since("ParameterUnit", "trains", True),
-         Since("ParameterUnit", "fold", ""), Since("ParameterUnit", "optimizer", ""),
-         Since("ParameterUnit", "buffers", ()))
+         Since("ParameterUnit", "fold", ""), Since("ParameterUnit", "optimizer", ""))
 
 
 class _Formats(dict[tuple[Any, ...], str]):

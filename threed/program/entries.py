@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from threed.optim.base import Buffer
 from threed.program.instruction import Tier
 from threed.spec.kernels import Kernel
 from threed.spec.parameter import Outflow
@@ -103,9 +102,7 @@ class ParameterUnit:
     # holds all of it all the time, and nothing is gathered.
     trains: bool = True
     kind: str = "own"  # own, tied, or one of planner.unit_kinds.KINDS; its name says it, too
-    # The row of OPTIMIZERS that steps it, and its buffers, where they are not the config's.
-    optimizer: str = ""
-    buffers: tuple[Buffer, ...] = ()
+    optimizer: str = ""  # the row of OPTIMIZERS that steps it; empty: that of the config
     fold: str = ""  # the axis of mesh.FOLDS over which its parameters are cut
 
 

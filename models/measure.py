@@ -21,7 +21,7 @@ from threed.comm.group import Group, Handle
 from threed.models.layers.base import Layer, Out
 from threed.schema import ModelConfig
 from threed.spec.kernels import AttentionKernel, Kernel, Moved, Product
-from threed.spec.parameter import Cost, Parameter, Saved, Share
+from threed.spec.parameter import Cost, Parameter, Saved, Sent, Share
 from threed.tensor.context import Batch, Context
 from threed.tensor.documents import Documents
 from threed.tensor.layers import WeightGrads
@@ -30,7 +30,13 @@ from threed.tensor.saving import SavingPolicy
 
 
 class SilentGroup(Group):
-    """Counts bytes but sends nothing: results are as if every rank had this rank's values."""
+    """Counts bytes and rings but sends nothing: results are as if every rank had this rank's values."""
+
+    rings = 0  # as Sent has them
+
+    def _count(self, tensor: torch.Tensor, rounds: int, given: torch.Tensor) -> None:
+        self.rings += rounds * (self.size() > 1)
+        super()._count(tensor, rounds, given)
 
     def _all_reduce(self, tensor: torch.Tensor, op: str) -> Handle:
         return Handle(None)
@@ -51,7 +57,7 @@ class SilentGroup(Group):
 
 
 def silent_groups(share: Share, sent: Counter[str],
-                  ranks: Mapping[str, int] | None = None) -> dict[str, Group]:
+                  ranks: Mapping[str, int] | None = None) -> dict[str, SilentGroup]:
     """All groups, of the last rank of each. `ranks`: group -> its ranks, where it is not an axis of `share`;
     one, where it is not there."""
     sizes = {**dict.fromkeys(GROUPS, 1), **(ranks or {}),
@@ -132,7 +138,7 @@ class Measured:
         computed again."""
         self.layer, self.share, self.sent = layer, share, Counter()
         dtype = DTYPES["fp32" if share.element == 4 else "bf16"]
-        groups = silent_groups(share, self.sent)
+        self.groups = groups = silent_groups(share, self.sent)
         self.grads = WeightGrads()
         self.context = Context(model, groups, bool(share.sequence), dtype, self.grads,
                                SavingPolicy(tuple(pieces)))
@@ -159,7 +165,7 @@ class Measured:
         with FlopCounterMode(display=False) as flops, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
             self._forward(None if first else self.x,
                           {name: read.detach() for name, read in self.reads.items()})
-        self.sent.clear()
+        self._sent("forward")  # of that run: not counted
         leaf = None if first or self.layer.adds else self.x.detach().requires_grad_()
         saved: dict[int, torch.Tensor] = {}  # by storage
 
@@ -170,7 +176,7 @@ class Measured:
         # Hooks for pieces that are computed again run inside this one; `pack` sees only what they still save.
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept):
             out = self._forward(self.x if leaf is None and not first else leaf)
-        sent = _phase("forward", self.sent)
+        sent = self._sent("forward")
         shared = list(self.context.rotary(torch.device("cpu")))  # one table a rank
         if isinstance(self.batch.num_tokens, torch.Tensor):  # one number
             shared.append(self.batch.num_tokens)
@@ -186,11 +192,11 @@ class Measured:
         if leaf is None and not self.reads:  # all of its backward belongs to the weights' half
             operands = sum(saved.bytes for saved in kept) + (0 if self.layer.adds else grads[0].nbytes)
             torch.autograd.backward(roots, grads)
-            return Cost(_product(flops), kept, operands, sent | _phase("input", self.sent))
+            return Cost(_product(flops), kept, operands, sent | self._sent("input"))
         self.grads.put_off = put_off = []
         torch.autograd.backward(roots, grads)
         self.grads.put_off = None
-        sent |= _phase("input", self.sent)
+        sent |= self._sent("input")
         # passed to the unit before, unchanged
         passed = {_number(grads[0])} if self.layer.adds and not passes_on else set()
         held = {_number(tensor): tensor for tensor in _held(put_off)}
@@ -199,7 +205,7 @@ class Measured:
         with torch.no_grad():
             for product in put_off:
                 product()
-        return Cost(_product(flops), kept, operands, sent | _phase("weight", self.sent))
+        return Cost(_product(flops), kept, operands, sent | self._sent("weight"))
 
     def kernels(self, first: bool = False) -> tuple[list[Product], Moved]:
         """The products of forward, and all that moves bytes beside products and attention."""
@@ -212,6 +218,16 @@ class Measured:
             torch.autograd.backward(roots, grads)
         return forward.products, Moved("measured", forward.bytes, backward.bytes,
                                        (forward.count, backward.count))
+
+    def _sent(self, phase: str) -> dict[tuple[str, str], Sent]:
+        """What was sent since it was asked before, in a phase."""
+        rings = Counter[str]()
+        for group in self.groups.values():
+            rings[GROUPS[group.name].counts] += group.rings
+            group.rings = 0
+        sent = {(phase, axis): Sent(size, rings[axis]) for axis, size in self.sent.items() if size}
+        self.sent.clear()
+        return sent
 
     def _forward(self, x: torch.Tensor | None, reads: Mapping[str, torch.Tensor] | None = None) -> Out:
         out = self.layer(x, self.batch, **(self.reads if reads is None else reads))
@@ -238,13 +254,6 @@ def weight_of(parameter: Parameter, share: Share, dtype: torch.dtype) -> torch.n
 
 def _number(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
-
-
-def _phase(phase: str, sent: Counter[str]) -> dict[tuple[str, str], int]:
-    """The bytes sent in a phase; empties the counter for the next phase."""
-    sizes = {(phase, axis): size for axis, size in sent.items() if size}
-    sent.clear()
-    return sizes
 
 
 def _held(calls: list[Callable[[], None]]) -> list[torch.Tensor]:

@@ -39,17 +39,17 @@ from threed.program.instruction import Instruction, Op, Programs
 from threed.program.table import Table
 from threed.schedules.orders import SCHEDULES, Order, Schedule, Task
 from threed.schema import Config, ModelConfig, ParallelConfig
-from threed.spec.parameter import SEQUENCE, WHOLE, Cost, Cut, Parameter, Rows, Saved, Share, Tile
+from threed.spec.parameter import SEQUENCE, WHOLE, Cost, Cut, Parameter, Rows, Saved, Sent, Share, Tile
 from threed.spec.travel import Exchanged, Gathered
 
 __all__ = [
     "AXES", "FOLDS", "GROUPS", "OPTIMIZERS", "QUIET", "SCHEDULES", "SEQUENCE", "WHOLE", "Attention",
     "Block", "Branch", "Buffer", "Column", "Cost", "Cut", "Dropout", "Embedding", "Exchanged", "F",
-    "Family", "Fold", "Gathered", "GroupRow", "Head", "Held", "Instruction", "Layer", "Logits", "Mlp",
-    "ModelConfig", "Norm", "Op", "Optimizer", "Order", "Out", "ParallelConfig", "Parameter", "Part",
-    "Pass", "Programs", "Row", "Rows", "Saved", "Schedule", "Share", "Table", "Task", "Tile", "Update",
-    "View", "added", "cut_over", "family_of", "fold_groups", "gpt", "layers_of", "llama", "make_mesh",
-    "measured_cost", "share_of", "torch"]
+    "Family", "Fold", "Gathered", "GroupRow", "Head", "Held", "Instruction", "Layer", "Logits",
+    "Mlp", "ModelConfig", "Norm", "Op", "Optimizer", "Order", "Out", "ParallelConfig", "Parameter",
+    "Part", "Pass", "Programs", "Row", "Rows", "Saved", "Schedule", "Sent", "Share", "Table", "Task",
+    "Tile", "Update", "View", "added", "cut_over", "family_of", "fold_groups", "gpt", "layers_of",
+    "llama", "make_mesh", "measured_cost", "share_of", "torch"]
 
 
 def measured_cost(layer: Layer, config: Config) -> Cost:

@@ -18,7 +18,19 @@ from threed.base.later import F, torch
 from threed.models.layers.base import Part
 from threed.schema import ModelConfig
 from threed.spec.kernels import FROZEN, Kernel, Moved, Product
-from threed.spec.parameter import SEQUENCE, TILES, WHOLE, Cost, Cut, Parameter, Rows, Saved, Share, Tile
+from threed.spec.parameter import (
+    SEQUENCE,
+    TILES,
+    WHOLE,
+    Cost,
+    Cut,
+    Parameter,
+    Rows,
+    Saved,
+    Sent,
+    Share,
+    Tile,
+)
 
 if TYPE_CHECKING:
     from threed.tensor.context import Batch, Context
@@ -235,7 +247,7 @@ def every(part: Part) -> Iterator[Part]:
         yield from every(inner)
 
 
-def sums(share: Share, stream: int, axis: str = "tp") -> dict[tuple[str, str], int]:
+def sums(share: Share, stream: int, axis: str = "tp") -> dict[tuple[str, str], Sent]:
     """What is sent where the residual stream is a sum over an axis: scattered where its sequence is cut over
     that, and its gradient gathered."""
     rings = {("forward", axis): 1, ("input", axis): 1} if axis in share.sequence else {("forward", axis): 2}

@@ -75,7 +75,7 @@ def _read_tensorboard(folder, rows) -> None:
         found = [(event.step, event.value) for event in events.Scalars(name)]
         assert found == [(row["step"], pytest.approx(row[name], rel=1e-6)) for row in rows], name
     names = {name for row in rows for name, value in row.items() if value is not None} - {"step"}
-    # a tag stays when all its numbers were of repeated steps (a checkpoint that was written just before the end)
+    # A tag stays when all its numbers were of steps that were repeated.
     assert {name for name in events.Tags()["scalars"] if events.Scalars(name)} == names
 
 

@@ -85,7 +85,7 @@ def test_layers_cost_what_they_declare(cut, monkeypatch):
 
 
 def shown(cost: Cost) -> dict[str, object]:
-    sent = {where: size for where, size in cost.sent.items() if size}
+    sent = {where: size for where, size in cost.sent.items() if size.bytes}
     return {"flops": cost.flops, "saved": cost.saved_bytes(), "operands": cost.operands, "sent": sent}
 
 

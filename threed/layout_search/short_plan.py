@@ -111,8 +111,8 @@ def _kind(table: Table, index: int) -> object:
     held = [table.parameters[p] for p in unit.parameters]
     if unit.makes or unit.reads or unit.loss or index == 0 or any(len(each.positions) > 1 for each in held):
         return index
-    return (unit.stage, _unnamed(unit.kernels), unit.saved_bytes, unit.operand_bytes, repr(unit.traffic),
-            unit.recompute, unit.adds, unit.output, _unnamed(unit.again),
+    return (unit.stage, _unnamed(unit.kernels), unit.saved_bytes, unit.operand_bytes,
+            repr((unit.traffic, unit.rings)), unit.recompute, unit.adds, unit.output, _unnamed(unit.again),
             tuple(replace(each, name="", padding=0) for each in held))
 
 
@@ -129,8 +129,8 @@ def _all_of(table: Table, same: Sequence[int]) -> ParameterUnit:
 def _sum_of(table: Table, chunk: Sequence[int], number: dict[int, int],
             unit_of: dict[int, int]) -> ComputeUnit:
     first, count = table.units[chunk[0]], len(chunk)
-    traffic = {phase: {axis: count * size for axis, size in sent.items()}
-               for phase, sent in first.traffic.items()}
+    traffic, rings = ({phase: {axis: count * each for axis, each in sent.items()}
+                       for phase, sent in of.items()} for of in (first.traffic, first.rings))
 
     def counts(trip: Trip) -> Trip:
         return trip._replace(counts=tuple((name, unit_of[chunk[0]] - unit_of[chunk[0] - before])
@@ -139,6 +139,7 @@ def _sum_of(table: Table, chunk: Sequence[int], number: dict[int, int],
     makes = tuple(each if each.trip is None else each._replace(trip=counts(each.trip))
                   for each in first.makes)
     return replace(first, makes=makes, parameters=tuple(number[p] for p in first.parameters), traffic=traffic,
+                   rings=rings,
                    kernels=count * _unnamed(first.kernels), again=count * _unnamed(first.again),
                    saved_bytes=count * first.saved_bytes, operand_bytes=count * first.operand_bytes,
                    reads=tuple(read._replace(unit=unit_of[read.unit]) for read in first.reads))

@@ -160,7 +160,7 @@ def with_logits(config: Config, table: Table) -> Table:
         logits = [each for layer in members if (each := layer.logits(share)) is not None]
         if logits:
             others = sum((layer.cost(share) for layer in members if layer.logits(share) is None), Cost()).sent
-            forward = {axis: size for (phase, axis), size in others.items() if phase == "forward"}
+            forward = {axis: sent.bytes for (phase, axis), sent in others.items() if phase == "forward"}
             made[index], sent[index] = logits[-1].bytes, add_up([forward, *(each.sent for each in logits)])
     if not made:
         raise InputError(f"model.family={config.model.family}: no layer of the model makes logits "
@@ -326,10 +326,12 @@ def _compute_unit(config: Config, members: Sequence[Layer], run: tuple[int, int]
     fixed = {name for layer in members for name in layer.without_grad}
     names = [layer.name for layer in members]
     name = names[0] if len(names) == 1 else f"{names[0]}..{names[-1].rsplit('.', 1)[-1]}"
-    traffic = {phase: {axis: size for (when, axis), size in cost.sent.items() if when == phase}
-               for phase in ("forward", "input", "weight")}
+    sent = {phase: {axis: each for (when, axis), each in cost.sent.items() if when == phase}
+            for phase in ("forward", "input", "weight")}
+    traffic, rings = ({phase: {axis: getattr(each, what) for axis, each in axes.items()}
+                       for phase, axes in sent.items()} for what in ("bytes", "rings"))
     return ComputeUnit(name, run, 0, (), cost.kernels, cost.saved_bytes(config.pieces),
-                       cost.operands, traffic,
+                       cost.operands, traffic, rings=rings,
                        makes=tuple(Handed(name, sizes[name], name not in fixed, handed.trips.get(name))
                                    for name in handed.makes),
                        reads=handed.reads,

@@ -88,8 +88,9 @@ class _Compute:
 
     def seconds(self, op: Op, index: int) -> float:
         unit = self.units[index]
-        key = op, (unit.kernels, unit.again, tuple((phase, tuple(sizes.items()))
-                                                   for phase, sizes in unit.traffic.items()))
+        key = op, (unit.kernels, unit.again, tuple((phase, tuple(of.items()))
+                                                   for each in (unit.traffic, unit.rings)
+                                                   for phase, of in each.items()))
         if key not in self._known:  # units are few kinds
             self._known[key] = self._seconds(op, unit)
         return self._known[key]
@@ -115,17 +116,12 @@ class _Compute:
         return first + second + waits + max(0.0, beside - second) + lost
 
     def _sent(self, unit: ComputeUnit, phase: str) -> float:
-        """Of the collectives in a phase: an all-reduce for two linears, or where the sequence is cut, a
-        gather and a scatter. (The weights' half gathers again what a column-parallel linear read.)"""
+        """Of the collectives in a phase: all-reduces, or where the sequence is cut, gathers and scatters."""
         cut, seconds = self._cut(unit), 0.0
         for axis, size in unit.traffic[phase].items():
-            if size:
-                # Those of frozen weights, where there are any: adapters send nothing of their own.
-                weights = [kernel.weight for kernel in unit.kernels if isinstance(kernel, Product)]
-                calls = (weights.count(FROZEN) or weights.count(True)) / 2
-                calls *= 2 if cut and phase != "weight" else 1
-                way = self.travel.ring if cut else self.travel.all_reduce
-                seconds += way(size, self.places[axis], max(1, round(calls)))
+            rings, place = unit.rings[phase].get(axis, 0), self.places[axis]
+            seconds += (self.travel.ring(size, place, rings) if cut else
+                        self.travel.all_reduce(size, place, rings // 2))
         return seconds
 
     def _cut(self, unit: ComputeUnit) -> bool:

@@ -52,6 +52,8 @@ def _values(entry: Any) -> dict[str, Any]:
     values = {field.name: getattr(entry, field.name) for field in fields(entry)}
     if isinstance(entry, ParameterUnit):
         del values["kind"]  # its name says it
+    if isinstance(entry, ComputeUnit):
+        del values["rings"]  # a matter of prices: `traffic` says what is sent
     for since in SINCE:
         if since.of == type(entry).__name__ and values[since.field] == since.default:
             del values[since.field]

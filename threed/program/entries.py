@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from threed.program.instruction import Tier
@@ -71,6 +71,8 @@ class ComputeUnit:
     saved_bytes: int  # kept from FORWARD to BACKWARD, a micro-batch
     operand_bytes: int  # kept from BACKWARD_INPUT to BACKWARD_WEIGHT
     traffic: dict[str, dict[str, int]]  # phase (forward, input, weight) -> axis -> bytes sent in that phase
+    # Likewise -> how many rings they are: 1 for an all-gather or a reduce-scatter, 2 for an all-reduce
+    rings: dict[str, dict[str, int]] = field(default_factory=dict)
     recompute: bool = False  # whether FORWARD keeps only its input, and RECOMPUTE computes the rest again
     makes: tuple[Handed, ...] = ()
     reads: tuple[Read, ...] = ()

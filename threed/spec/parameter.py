@@ -13,7 +13,6 @@ use the shape `stored`, in which a dim of several runs is two dims: then every r
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -180,11 +179,21 @@ class Share:
         another dtype than compute."""
         return elements * (element or self.element) // self.over(cut) // self.tokens * self.sequences
 
-    def sent(self, elements: int, axis: str, rings: int, element: int | None = None) -> int:
-        """Bytes that a rank sends in so many rings over a whole tensor. (All-gather and reduce-scatter are
-        one ring, all-reduce is two.)"""
+    def sent(self, elements: int, axis: str, rings: int, element: int | None = None) -> Sent:
+        """What a rank sends in so many rings over a whole tensor."""
         own = elements * (element or self.element) * self.sequences // self.tokens
-        return rings * ring(own, self.over(axis))
+        return Sent(rings * ring(own, self.over(axis)), rings * (self.over(axis) > 1))
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What a rank sends in collectives over an axis."""
+
+    bytes: int = 0
+    rings: int = 0  # an all-gather and a reduce-scatter are one ring, an all-reduce is two
+
+    def __add__(self, other: Sent) -> Sent:
+        return Sent(self.bytes + other.bytes, self.rings + other.rings)
 
 
 class Outflow(NamedTuple):
@@ -212,14 +221,14 @@ class Cost:
     kernels: tuple[Kernel, ...] = ()
     saved: tuple[Saved, ...] = ()
     operands: int = 0  # bytes kept from the input half of backward to the weights' half
-    # (phase: forward, input or weight; axis) -> bytes
-    sent: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    # (phase: forward, input or weight; axis) -> what is sent in it
+    sent: Mapping[tuple[str, str], Sent] = field(default_factory=dict)
 
     def __add__(self, other: Cost) -> Cost:
-        sent = Counter(self.sent)
-        sent.update(other.sent)
+        sent = {where: self.sent.get(where, Sent()) + other.sent.get(where, Sent())
+                for where in (*self.sent, *other.sent)}
         return Cost(self.kernels + other.kernels, self.saved + other.saved, self.operands + other.operands,
-                    dict(sent))
+                    sent)
 
     @property
     def flops(self) -> int:

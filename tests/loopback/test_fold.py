@@ -12,11 +12,15 @@ from pathlib import Path
 import pytest
 
 from tests.harness import assert_contract, tiny
+from tests.layouts import H100, full_s
 from tests.loopback.test_axis import train
 from threed.base import mesh
 from threed.base.errors import ConfigError, ThreedError
-from threed.base.mesh import Fold, Mesh
+from threed.base.mesh import Fold, Mesh, fold_problem
 from threed.config.load import checked
+from threed.layout_search.best_first import Search
+from threed.layout_search.layout import config_of
+from threed.layout_search.space import NO_FOLD
 from threed.planner import make_mesh, make_plan
 from threed.schema import Config, ParallelConfig
 
@@ -125,6 +129,18 @@ def test_what_is_saved_is_equal_to_the_bit(tmp_path):
         parameters = json.loads((path / "manifest.json").read_text())["parameters"]
         sums.append({name: each["sums"] for name, each in parameters.items()})
     assert sums[0] == sums[1] == sums[2] and "blocks.0.mlp.up" in sums[0]
+
+
+def test_search():
+    """Every layout is one whose ranks the fold divides, and is timed as its whole plan is."""
+    base = with_fp(2, "train.global_batch_size=64", "run.device=auto")
+    result = Search(base, H100, 1 << 36).run(4, {})
+    assert result.timed and result.dropped[NO_FOLD]
+    assert {2, 4} <= {found.layout.tp * found.layout.dp for found in result.timed}
+    for found in result.timed[:10]:
+        config = checked(config_of(found.layout, base))
+        assert not fold_problem("fp", 2, config.axis_sizes, config.shard_size)
+        assert found.step_s == pytest.approx(full_s(config, H100), rel=0.02)
 
 
 BAD = {

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
+from threed.base.mesh import GROUPS
 from threed.features.zero.plan import window
 from threed.layout_search.layout import Layout, config_of
 from threed.layout_search.short_plan import filling_count, steady_count
@@ -147,7 +148,7 @@ class Bounds:
                     gather_s = price(0, Instruction(Op.GATHER, p, group=row.shard_group))
                 if row.trains:
                     sums = [price(0, Instruction(Op.REDUCE, p, group=step.group)) for step in row.reductions
-                            if step.group in (row.shard_group, "replica")]
+                            if GROUPS[step.group].lane == GROUPS["dp"].lane]
                 return PartSeconds(gather_s * (not row.whole), gather_s, times * sums[0], sum(sums),
                                    price(0, Instruction(Op.STEP, p)) if row.trains and not meanwhile else 0.0)
 

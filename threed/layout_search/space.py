@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from threed.base.mesh import FOLDS, fold_problem
 from threed.config.validate import validate
 from threed.layout_search.bounds import Bounds
 from threed.layout_search.layout import Layout, config_of
@@ -18,6 +19,7 @@ from threed.schedules.orders import SCHEDULES
 
 # Reasons for which layouts are dropped
 NO_SHAPE = "tp does not divide the model"
+NO_FOLD = "a fold does not divide its ranks"
 NO_TILES = "the model has no such tiles"
 NO_BATCH = "dp x micro-batch does not divide the global batch"
 NO_STAGES = "more stages than units of the model"
@@ -89,6 +91,8 @@ class Space:
                 alone = Layout(tp, sequence_parallel=cut, tile_linears=self.fixed.get("tile_linears"))
                 config = config_of(alone, self.base)
                 config.parallel.stage_units = None  # of another number of stages
+                for axis in FOLDS:  # of another mesh
+                    setattr(config.parallel, axis, 1)
                 if problems := validate(config):
                     tiles = problems[0].key == "model.tile_linears"
                     self._drop(NO_TILES if tiles else NO_SHAPE, str(problems[0]))
@@ -96,7 +100,11 @@ class Space:
                 for pp in self._choices("pp", _divisors(self.devices // tp)):
                     dp = self.devices // tp // pp
                     if tp * pp * dp == self.devices and self.fixed.get("dp", dp) == dp:
-                        yield from self._batches(alone._replace(pp=pp, dp=dp))
+                        mesh = alone._replace(pp=pp, dp=dp)
+                        if problem := self._fold_problem(mesh, dp):
+                            self._drop(NO_FOLD, f"{mesh.text()}: {problem}")
+                        else:
+                            yield from self._batches(mesh)
 
     def _batches(self, mesh: Layout) -> Iterator[Layout]:
         batch = self.base.train.global_batch_size
@@ -195,8 +203,18 @@ class Space:
         fewer = stage >= 1 and 1 < near < shape.dp and shape.dp % near == 0
         for size in self._choices("shard_size", (shape.dp, near) if fewer else (shape.dp,)):
             size = shape.dp if size is None else size
-            if shape.dp % size == 0 and (stage >= 1 or size == shape.dp):
+            if shape.dp % size == 0 and (stage >= 1 or size == shape.dp) and not (
+                    self._fold_problem(shape, size)):
                 yield size
+
+    def _fold_problem(self, layout: Layout, shard_size: int) -> str:
+        """Why the config's folds do not divide the ranks of a layout; empty where they do."""
+        if not FOLDS:
+            return ""
+        config = config_of(layout, self.base)
+        problems = ((axis, size, fold_problem(axis, size, config.axis_sizes, shard_size))
+                    for axis, size in config.fold_sizes.items())
+        return next((f"parallel.{axis}={size} {problem}" for axis, size, problem in problems if problem), "")
 
     def _choices(self, name: str, values: Sequence[Any]) -> Sequence[Any]:
         return (self.fixed[name],) if name in self.fixed else values

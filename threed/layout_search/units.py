@@ -4,6 +4,7 @@ Tables are made of few blocks: blocks that are alike are priced once."""
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
@@ -109,10 +110,11 @@ class Units:
     def _price(self, cut: MicroBatchCut) -> list[UnitCost]:
         config = copy.deepcopy(self.reduced)
         parallel = config.parallel
-        parallel.tp, parallel.dp, parallel.axis_order = cut.tp, cut.stride, "pp-tp-dp"
+        parallel.tp, parallel.axis_order = cut.tp, "pp-dp-tp" if cut.stride == 1 else "pp-tp-dp"
+        parallel.dp = cut.stride * self.full.dp
         parallel.sequence_parallel = cut.sequence_parallel
         config.train.micro_batch_size = cut.micro_batch_size
-        config.train.global_batch_size = cut.micro_batch_size * cut.stride
+        config.train.global_batch_size = cut.micro_batch_size * config.dp
         if cut.policy == "selective":
             config.activation = ActivationConfig("selective", pieces=self.config.activation.pieces)
         table = make_table(config, (0,))
@@ -138,9 +140,9 @@ class Units:
 
 
 def _alone(config: Config) -> Config:
-    """The config on one rank."""
+    """The config on one rank, or on as few as its folds divide."""
     alone = copy.deepcopy(config)
-    alone.parallel.dp = alone.parallel.pp = alone.parallel.tp = 1
+    alone.parallel.dp, alone.parallel.pp, alone.parallel.tp = math.prod(config.fold_sizes.values()), 1, 1
     alone.parallel.sequence_parallel, alone.parallel.axis_order = False, "pp-dp-tp"
     alone.parallel.schedule, alone.parallel.stage_units = "1f1b", None
     alone.parallel.virtual_stages = alone.parallel.activation_limit = None

@@ -21,7 +21,7 @@ from threed.comm.group import Group, Handle
 from threed.models.layers.base import Layer, Out
 from threed.schema import ModelConfig
 from threed.spec.kernels import AttentionKernel, Kernel, Moved, Product
-from threed.spec.parameter import Cost, Parameter, Saved, Sent, Share
+from threed.spec.parameter import Cost, Parameter, Saved, Share, Traffic
 from threed.tensor.context import Batch, Context
 from threed.tensor.documents import Documents
 from threed.tensor.layers import WeightGrads
@@ -32,7 +32,7 @@ from threed.tensor.saving import SavingPolicy
 class SilentGroup(Group):
     """Counts bytes and rings but sends nothing: results are as if every rank had this rank's values."""
 
-    rings = 0  # as Sent has them
+    rings = 0  # as Traffic has them
 
     def _count(self, tensor: torch.Tensor, rounds: int, given: torch.Tensor) -> None:
         self.rings += rounds * (self.size() > 1)
@@ -219,13 +219,13 @@ class Measured:
         return forward.products, Moved("measured", forward.bytes, backward.bytes,
                                        (forward.count, backward.count))
 
-    def _sent(self, phase: str) -> dict[tuple[str, str], Sent]:
+    def _sent(self, phase: str) -> dict[tuple[str, str], Traffic]:
         """What was sent since it was asked before, in a phase."""
         rings = Counter[str]()
         for group in self.groups.values():
             rings[GROUPS[group.name].counts] += group.rings
             group.rings = 0
-        sent = {(phase, axis): Sent(size, rings[axis]) for axis, size in self.sent.items() if size}
+        sent = {(phase, axis): Traffic(size, rings[axis]) for axis, size in self.sent.items() if size}
         self.sent.clear()
         return sent
 

@@ -16,7 +16,7 @@ from threed.models.layers.base import Layer, Logits, Out
 from threed.models.layers.parts import WORD, Column, Norm, vocabulary
 from threed.schema import ModelConfig
 from threed.spec.kernels import Moved
-from threed.spec.parameter import SEQUENCE, WHOLE, Cost, Outflow, Saved, Sent, Share, Tile
+from threed.spec.parameter import SEQUENCE, WHOLE, Cost, Outflow, Saved, Share, Tile, Traffic
 
 if TYPE_CHECKING:
     from threed.tensor.context import Batch
@@ -80,7 +80,7 @@ class Head(Layer):
     def logits(self, share: Share) -> Logits:
         """Each rank's part of the vocabulary is gathered over tp."""
         vocab = self.model.padded_vocab // self.tile.count
-        sent = super().cost(share).sent.get(("forward", "tp"), Sent()) + share.sent(vocab, "tp", 1)
+        sent = super().cost(share).sent.get(("forward", "tp"), Traffic()) + share.sent(vocab, "tp", 1)
         return Logits(share.bytes(vocab), {"tp": sent.bytes})
 
     def _moved(self, logits: int, own: int) -> Moved:

@@ -27,9 +27,9 @@ from threed.spec.parameter import (
     Parameter,
     Rows,
     Saved,
-    Sent,
     Share,
     Tile,
+    Traffic,
 )
 
 if TYPE_CHECKING:
@@ -247,7 +247,7 @@ def every(part: Part) -> Iterator[Part]:
         yield from every(inner)
 
 
-def sums(share: Share, stream: int, axis: str = "tp") -> dict[tuple[str, str], Sent]:
+def sums(share: Share, stream: int, axis: str = "tp") -> dict[tuple[str, str], Traffic]:
     """What is sent where the residual stream is a sum over an axis: scattered where its sequence is cut over
     that, and its gradient gathered."""
     rings = {("forward", axis): 1, ("input", axis): 1} if axis in share.sequence else {("forward", axis): 2}

@@ -18,7 +18,7 @@ from threed.models.measure import Measured
 from threed.models.tiling import layers_of, share_of
 from threed.schema import Config
 from threed.spec.kernels import Product
-from threed.spec.parameter import Cost, Saved, Sent
+from threed.spec.parameter import Cost, Saved, Traffic
 
 SIZES = ["model.layers=1", "model.hidden=64", "model.heads=4", "model.seq_len=32", "model.vocab=120",
          "model.vocab_multiple=64", "train.global_batch_size=2", "train.micro_batch_size=2"]
@@ -107,7 +107,7 @@ def test_a_head_in_16_bits(mesh, others):
 @pytest.mark.parametrize("what, wrong", [
     ("flops", Cost((Product(1, 1, 1),))), ("saved", Cost(saved=(Saved("nothing", 8),))),
     ("operands", Cost(operands=4)),
-    ("sent", Cost(sent={("forward", "tp"): Sent(4, 1)}))])
+    ("sent", Cost(sent={("forward", "tp"): Traffic(4, 1)}))])
 def test_a_wrong_declaration_is_seen(what, wrong, monkeypatch):
     config = tiny(*SIZES, *MESHES["sp"])
     right = Mlp.cost

@@ -179,21 +179,21 @@ class Share:
         another dtype than compute."""
         return elements * (element or self.element) // self.over(cut) // self.tokens * self.sequences
 
-    def sent(self, elements: int, axis: str, rings: int, element: int | None = None) -> Sent:
+    def sent(self, elements: int, axis: str, rings: int, element: int | None = None) -> Traffic:
         """What a rank sends in so many rings over a whole tensor."""
         own = elements * (element or self.element) * self.sequences // self.tokens
-        return Sent(rings * ring(own, self.over(axis)), rings * (self.over(axis) > 1))
+        return Traffic(rings * ring(own, self.over(axis)), rings * (self.over(axis) > 1))
 
 
 @dataclass(frozen=True)
-class Sent:
+class Traffic:
     """What a rank sends in collectives over an axis."""
 
     bytes: int = 0
     rings: int = 0  # an all-gather and a reduce-scatter are one ring, an all-reduce is two
 
-    def __add__(self, other: Sent) -> Sent:
-        return Sent(self.bytes + other.bytes, self.rings + other.rings)
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(self.bytes + other.bytes, self.rings + other.rings)
 
 
 class Outflow(NamedTuple):
@@ -222,10 +222,10 @@ class Cost:
     saved: tuple[Saved, ...] = ()
     operands: int = 0  # bytes kept from the input half of backward to the weights' half
     # (phase: forward, input or weight; axis) -> what is sent in it
-    sent: Mapping[tuple[str, str], Sent] = field(default_factory=dict)
+    sent: Mapping[tuple[str, str], Traffic] = field(default_factory=dict)
 
     def __add__(self, other: Cost) -> Cost:
-        sent = {where: self.sent.get(where, Sent()) + other.sent.get(where, Sent())
+        sent = {where: self.sent.get(where, Traffic()) + other.sent.get(where, Traffic())
                 for where in (*self.sent, *other.sent)}
         return Cost(self.kernels + other.kernels, self.saved + other.saved, self.operands + other.operands,
                     sent)

@@ -249,6 +249,8 @@ def weight_of(parameter: Parameter, share: Share, dtype: torch.dtype) -> torch.n
     """A rank's part of a parameter, with any values. Products for its gradient are computed nowhere."""
     weight = torch.nn.Parameter(torch.randn(parameter.module_shape(share.ranks)).to(dtype), parameter.trains)
     weight.add_product = lambda *_: None  # pyright: ignore[reportAttributeAccessIssue]  (see tensor/layers.WeightGrads)
+    weight.add_products = lambda *_: None  # pyright: ignore[reportAttributeAccessIssue]
+    weight.add_count = lambda _: None  # pyright: ignore[reportAttributeAccessIssue]
     return weight
 
 

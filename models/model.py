@@ -46,9 +46,12 @@ def parameters(model: ModelConfig) -> list[Parameter]:
     return list(dict.fromkeys(parameter for layer in layers(model) for parameter in layer.parameters()))
 
 
-def num_parameters(model: ModelConfig) -> int:
-    """Parameters of the whole model, without the padding of its vocabulary."""
-    return sum(prod((each.unpadded or each.shape[0], *each.shape[1:])) for each in parameters(model))
+def num_parameters(model: ModelConfig, active: bool = False) -> int:
+    """Parameters of the whole model, without the padding of its vocabulary and what counts rows. `active`:
+    those that compute a token."""
+    return sum(prod((each.unpadded or each.shape[0], *each.shape[1:]))
+               * (each.used[0] if active else each.used[1]) // each.used[1]
+               for each in parameters(model) if not each.counted)
 
 
 def model_flops(model: ModelConfig, sequences: int, together: int = 1) -> int:

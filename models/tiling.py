@@ -77,6 +77,13 @@ def new_layers(config: Config) -> list[Layer]:
 
 
 @remembered(model_key)
+def folds_of(config: Config) -> tuple[str, ...]:
+    """The axes of FOLDS over which parameters of a model are cut."""
+    cut = {axis for layer in layers_of(config) for each in layer.parameters() for axis in each.axes}
+    return tuple(axis for axis in FOLDS if axis in cut)
+
+
+@remembered(model_key)
 def cut_layers(config: Config) -> list[list[Layer]]:
     """The tiles of each layer of the model. Raises InputError where a layer cannot be cut small enough, or
     must not be cut."""
@@ -95,6 +102,10 @@ def _cut(config: Config) -> list[list[Layer]]:
 def _check(asked: str, limit: Limit, whole: Sequence[Layer]) -> None:
     parts = {part.kind: part for layer in whole for part in layer.tileable() if not limit.count(part)
              or _tied(part)}
+    for layer in whole:
+        if not layer.tileable() and not limit.fits(layer):
+            raise InputError(f"{asked}: layer {layer.name} has {show_bytes(limit.size(layer))} a rank, and "
+                             "cannot be cut into tiles: raise it to that, or leave it out")
     tied = next((part for part in parts.values() if _tied(part) and not limit.fits(part)), None)
     if tied is not None:
         raise InputError(f"{asked} would cut the word embedding of {show_bytes(limit.size(tied))}, which "

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -18,6 +18,8 @@ from threed.base.mesh import GROUPS, Mesh
 from threed.comm.process import initialized
 from threed.engine.loopback import ThreadGroup, World
 from threed.models.layers.base import Out
+from threed.models.layers.experts import Collects, Experts, ExpertsConfig, Routes, SharedExpert
+from threed.models.layers.parts import Dropout
 from threed.models.model import layers, parameters
 from threed.optim.rate import learning_rate
 from threed.schema import Config
@@ -54,6 +56,8 @@ class Result:
     first_grads: dict[str, torch.Tensor]  # before the first update, unclipped
     weights: dict[str, torch.Tensor]  # after the last
     evaluated: float = 0.0  # loss of the step after the last, forward only
+    # (block, sample) -> experts of each of its tokens, [S, k]
+    picks: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
 
 
 def tokens_of(config: Config, step: int) -> torch.Tensor:
@@ -116,14 +120,19 @@ class Reference:
         self.masters = {p.name: initial_values(p, {}, {}, config.train.seed).requires_grad_(p.trains)
                         for p in specs}
         self.trained = {p.name: self.masters[p.name] for p in specs if p.trains}
+        # Biases of routers -> the mean of rows of an expert in a step: their gradients are counts.
+        self.counted = {p.name: p.counted * config.tokens_per_step for p in specs if p.counted and p.trains}
         self.live = {
             p.name: nn.Parameter(self.masters[p.name].detach().to(self.dtype).view(p.module_shape({})),
                                  p.trains)
             for p in specs
         }
         self.layers = [layer.build(context, self.live) for layer in layers(model)]
+        self.picks: list[tuple[str, torch.Tensor]] = []  # in a step: block, choice of each token
+        self.choices: dict[tuple[str, int], torch.Tensor] = {}  # as Result.picks
         self.publish()
-        groups = [{"params": [self.masters[p.name] for p in specs if p.decay == decay and p.trains],
+        groups = [{"params": [self.masters[p.name] for p in specs
+                              if p.decay == decay and p.trains and not p.counted],
                    "weight_decay": config.optimizer.weight_decay if decay else 0.0}
                   for decay in (True, False)]
         beta1, beta2 = config.optimizer.betas
@@ -175,14 +184,84 @@ class Reference:
             self.context._rotary.clear()
         x, given, loss, penalty = None, {}, 0.0, 0.0
         for layer in self.layers:
-            out = layer(x, batch, **{name: given[name] for name in layer.reads})
+            if isinstance(layer, SharedExpert | Experts | Collects):
+                continue  # of a block that `_mixture` has computed
+            out = (self._mixture(layer, x, batch) if isinstance(layer, Routes) and x is not None
+                   else layer(x, batch, **{name: given[name] for name in layer.reads}))
             out = out if isinstance(out, Out) else Out(out)
-            came = {way.becomes: out.makes[name] for name, way in layer.travels.items()}  # of this one rank
+            came = {way.becomes: out.makes[name] for name, way in layer.travels.items()
+                    if name in out.makes}  # of this one rank
             x, given = out.x, {**given, **out.makes, **came}
             loss = loss if out.loss is None else loss + out.loss
             penalty = penalty if out.penalty is None else penalty + out.penalty
         assert isinstance(loss, torch.Tensor)
         return loss, penalty
+
+    def _mixture(self, layer: Routes, x: torch.Tensor, batch: Batch) -> Out:
+        """A block with experts, in a loop over them. It shares the attention, the norm and the shared expert
+        with threed, and nothing of the experts."""
+        model, name = layer.model, layer.name
+        x = layer.attention(x, batch)
+        normed = layer.norm(x)
+        tokens = normed.flatten(0, 1)
+        logits = tokens.float() @ self.live[f"{name}.router.weight"].float().t()
+        scores = logits.softmax(-1) if model.router_score == "softmax" else logits.sigmoid()
+        bias = self.live[f"{name}.router.bias"].float() if model.balance == "bias" else 0.0
+        picks = self._picks(model, scores.detach() + bias, x.shape[1])
+        self.picks.append((name, picks))
+        if x.shape[1] == len(batch.samples_B):  # not one document at a time
+            of_samples = picks.view(-1, len(batch.samples_B), model.experts_per_token)
+            for at, sample in enumerate(batch.samples_B.tolist()):
+                self.choices[name, sample] = of_samples[:, at]
+        weights = scores.gather(1, picks)
+        if model.normalize_top_k:
+            weights = weights / weights.sum(1, keepdim=True)
+        weights = weights * model.routed_scale
+        up, down = self.live[f"{name}.experts.up"], self.live[f"{name}.experts.down"]
+        total = torch.zeros_like(tokens)
+        for expert in range(model.experts):
+            token, place = (picks == expert).nonzero(as_tuple=True)
+            rows = tokens[token]
+            gate, value = rows @ up[expert, 0].t(), rows @ up[expert, 1].t()
+            inner = nn.functional.silu(gate.float()) * value.float() * weights[token, place].unsqueeze(1)
+            total = total.index_add(0, token, inner.to(rows.dtype) @ down[expert].t())
+        total = total.view_as(normed)
+        for shared in self.layers:
+            if isinstance(shared, SharedExpert) and shared.name == f"{name}.shared":
+                total = total + shared.mlp(normed, batch)
+        out = x + Dropout(model, f"{name}.mlp").build(self.context, {})(total, batch)
+        return Out(out, penalty=self._penalty(model, logits, scores, picks, batch))
+
+    @staticmethod
+    def _picks(model: ExpertsConfig, scores: torch.Tensor, sequences: int) -> torch.Tensor:
+        """The choice of each token, by itself."""
+        k, groups = model.experts_per_token, model.expert_groups
+        if model.moe_route == "balanced":
+            return torch.tensor([[(t // sequences * k + j) % model.experts for j in range(k)]
+                                 for t in range(len(scores))])
+        picks = []
+        for row in scores.tolist():
+            runs = [range(at, at + model.experts // groups)
+                    for at in range(0, model.experts, model.experts // groups)]
+            best = sorted(runs, key=lambda run: -sum(sorted((row[e] for e in run), reverse=True)
+                                                     [:k // model.groups_per_token]))
+            allowed = [e for run in best[:model.groups_per_token] for e in run]
+            picks.append(sorted(allowed, key=lambda e: (-row[e], e))[:k])
+        return torch.tensor(picks)
+
+    @staticmethod
+    def _penalty(model: ExpertsConfig, logits: torch.Tensor, scores: torch.Tensor, picks: torch.Tensor,
+                 batch: Batch) -> torch.Tensor | None:
+        penalty, size = [], len(batch.tokens_BS)
+        if model.z_loss:
+            penalty += [model.z_loss * logit.exp().sum().log() ** 2 for logit in logits]
+        for row in range(size if model.balance == "sequence" else 0):
+            mine = scores[row::size]  # [S, E]
+            mine = mine / mine.sum(1, keepdim=True)
+            for expert in range(model.experts):
+                share = (picks[row::size] == expert).sum() / len(mine) / model.experts_per_token
+                penalty.append(model.balance_weight * model.experts * share * mine[:, expert].sum())
+        return torch.stack(penalty).sum() / batch.num_tokens if penalty else None
 
     def backward(self, step: int) -> float:
         """Gradients of the masters; the loss."""
@@ -194,12 +273,20 @@ class Reference:
             (loss + penalty).backward(torch.full_like(loss, scale))
             for name, value in ((name, self.live[name]) for name in self.trained):
                 grad, value.grad = value.grad, None
+                if name in self.counted:
+                    continue
                 assert grad is not None
                 grads[name] = (
                     grads[name] + grad if name in grads else grad.to(DTYPES[self.precision.grad_dtype])
                 )
-        for name, value in self.trained.items():  # over dp each rank's part is rounded; here the sum
+        for name in grads:  # over dp each rank's part is rounded; here the sum
+            value = self.trained[name]
             value.grad = grads[name].to(DTYPES[self.precision.reduce_dtype]).float().view_as(value) / scale
+        for name in self.counted:  # of all micro-batches
+            rows = [picks for block, picks in self.picks if name == f"{block}.router.bias"]
+            self.trained[name].grad = torch.cat(rows).flatten().bincount(
+                minlength=len(self.trained[name])).float()
+        self.picks.clear()
         return total
 
     def run(self, steps: int) -> Result:
@@ -212,7 +299,8 @@ class Reference:
             if step == 0:
                 result.first_grads = {name: value.grad.clone() for name, value in self.trained.items()}  # pyright: ignore
             limit = config.clip_grad or float("inf")
-            result.norms.append(float(torch.nn.utils.clip_grad_norm_(self.trained.values(), limit)))
+            normed = [value for name, value in self.trained.items() if name not in self.counted]
+            result.norms.append(float(torch.nn.utils.clip_grad_norm_(normed, limit)))
             made = [value.grad for value in self.trained.values()]
             last = step == self.config.train.steps - 1
             due = [made]
@@ -225,9 +313,15 @@ class Reference:
                 for group in self.optimizer.param_groups:
                     group["lr"] = learning_rate(config, updates, self.config.train.steps)
                 self.optimizer.step()
+                with torch.no_grad():
+                    for name, mean in self.counted.items():
+                        bias = self.trained[name]
+                        assert bias.grad is not None
+                        bias += config.balance_rate * torch.sign(mean - bias.grad)
                 self.publish()
                 updates += 1
         result.weights = {name: value.detach() for name, value in self.masters.items()}
         with torch.no_grad():
             result.evaluated = sum(loss.item() for loss, _ in self.losses(steps, train=False))
+        result.picks = self.choices
         return result

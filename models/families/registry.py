@@ -23,14 +23,14 @@ from threed.base.errors import InputError, ThreedError, line_of
 from threed.models.families.base import Family
 from threed.models.families.gpt import GPT
 from threed.models.families.llama import LLAMA
+from threed.models.families.moe import MOE
 from threed.schema import ModelConfig
 
-FAMILIES: dict[str, Family] = {"gpt": GPT, "llama": LLAMA}
+FAMILIES: dict[str, Family] = {"gpt": GPT, "llama": LLAMA, "moe": MOE}
 _ALIASES = {"gpt2": "gpt2small"}
 _TUNED = ("meta", "hf", "base", "pt", "it", "instruct", "chat")  # words that say nothing of a size
 # What beginnings of names have that threed has not.
-_OTHERS = {"mistral7bv0.1": "v0.1 has a sliding window, which threed has not", "mixtral": "it has experts, "
-           "which threed has not"}
+_OTHERS = {"mistral7bv0.1": "v0.1 has a sliding window, which threed has not"}
 _GIVEN: list[Family] = []  # by scripts
 GIVEN = "initialize:"  # before the number of one of these
 
@@ -57,7 +57,8 @@ def size_of(name: str) -> str | None:
 
 def nearest_size(name: str) -> tuple[str, str]:
     """(The size whose name is most like `name`, why `name` itself is none, if there is a reason.)"""
-    near = difflib.get_close_matches(name.lower().rpartition("/")[2], list(sizes()), 1, 0.0)[0]
+    begins = [size for size in sizes() if _plain(size).startswith(_plain(name))]
+    near = difflib.get_close_matches(name.lower().rpartition("/")[2], begins or list(sizes()), 1, 0.0)[0]
     return near, next((why for begin, why in _OTHERS.items() if _plain(name).startswith(begin)), "")
 
 

@@ -28,21 +28,23 @@ class Mlp(Part):
 
     kind, cell = "mlp", "number of model.ffn_hidden"
 
-    def __init__(self, model: ModelConfig, name: str, tile: Tile = WHOLE, axis: str = "tp"):
+    def __init__(self, model: ModelConfig, name: str, tile: Tile = WHOLE, axis: str = "tp",
+                 inner: int | None = None):
+        """`inner`: its hidden layer; None: as model.ffn_hidden."""
         self.model, self.name, self.tile, self.axis = model, name, tile, axis
-        self.cells, products = model.num_ffn_hidden, 2 if model.activation == "swiglu" else 1
-        up = Column(model, f"{name}.up", products * model.num_ffn_hidden, tile, runs=products, axis=axis)
+        self.cells, products = inner or model.num_ffn_hidden, 2 if model.activation == "swiglu" else 1
+        up = Column(model, f"{name}.up", products * self.cells, tile, runs=products, axis=axis)
         self.up = up.offering({"gate_proj": Rows(0, 1, 2), "up_proj": Rows(1, 2, 2)} if products == 2
                               else {"up_proj": Rows()})
-        down = Row(model, f"{name}.down", model.num_ffn_hidden, model.residual_std, tile, axis)
+        down = Row(model, f"{name}.down", self.cells, model.residual_std, tile, axis)
         self.down = down.offering({"down_proj": Rows()})
 
     def tiled(self, tile: Tile) -> Mlp:
-        return Mlp(self.model, self.name, tile, self.axis)
+        return Mlp(self.model, self.name, tile, self.axis, self.cells)
 
     def cost(self, share: Share) -> Cost:
         seq = share.seen(self.model.seq_len, self.axis)
-        size = share.bytes(seq * self.model.num_ffn_hidden // self.tile.count, self.axis)
+        size = share.bytes(seq * self.cells // self.tile.count, self.axis)
         down = (Saved("activated", size, "mlp_act"),) if self.down.keeps else ()
         saved, count = (Saved("up", size), *down), size // share.element
         moved = Moved("gelu", 2 * size, 3 * size, (1, 1), "mlp_act", (2 * count, 2 * count))

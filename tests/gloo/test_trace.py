@@ -186,7 +186,7 @@ def test_metrics_and_wandb(traced):
     assert len(rows) == 9
     for row in rows[1:]:  # ranks begin the first step at times of their own
         for stage in (0, 1):
-            parts = [row[f"time/{cause}/{stage}"] for cause in CAUSES]
+            parts = [row[f"time/{cause}/{stage}"] for cause in CAUSES if cause != "ep_wait"]
             # which is the slowest rank's
             assert min(parts) >= 0 and 0 < sum(parts) <= 1.001 * row["perf/step_s"]
     pictures = list((traced / "wandb").glob("offline-run-*/files/media/html/timeline_*.html"))

@@ -15,6 +15,7 @@ import torch
 
 from tests.harness import batches
 from tests.loopback.test_checkpoint import saved_after
+from tests.reference import data_of
 from threed.base.errors import InputError
 from threed.checkpoint.lineage import Lineage
 from threed.checkpoint.load import resume
@@ -53,6 +54,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {**LLAMA, "tie_word_embeddings": True}),
     "qwen2-untied": ("Qwen2", LLAMA),
     "qwen3": ("Qwen3", {**LLAMA, "head_dim": 12}),
+    "mixtral": ("Mixtral", {**LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3-moe": ("Qwen3Moe", {**LLAMA, "head_dim": 12, "num_experts": 4, "num_experts_per_tok": 3,
+                               "moe_intermediate_size": 24, "norm_topk_prob": True}),
+    "qwen3-moe-unnormalized": ("Qwen3Moe", {**LLAMA, "num_experts": 8, "num_experts_per_tok": 1,
+                                            "moe_intermediate_size": 40, "norm_topk_prob": False}),
+    "dots1": ("Dots1", {**LLAMA, "head_dim": 8, "n_routed_experts": 8, "num_experts_per_tok": 3,
+                        "moe_intermediate_size": 24, "n_shared_experts": 2, "first_k_dense_replace": 1,
+                        "norm_topk_prob": True, "routed_scaling_factor": 2.5, "n_group": 1, "topk_group": 1}),
     "qwen3-tied": ("Qwen3", {**LLAMA, "head_dim": 8, "tie_word_embeddings": True}),
 }
 RUN = [f"model.seq_len={SEQ}", "train.global_batch_size=2", "train.micro_batch_size=2", "train.eval_every=1",
@@ -135,7 +144,9 @@ def close(one: torch.Tensor, other: torch.Tensor) -> None:
 
 
 def config_of(run: Path, *overrides: str) -> Config:
-    return load(run / "config.yaml", [*RUN, *overrides])
+    experts = "family: moe" in (run / "config.yaml").read_text() and "parallel.tp=2" in overrides
+    more = ["parallel.sequence_parallel=true", "parallel.ep=2"] if experts else []
+    return load(run / "config.yaml", [*RUN, *overrides, *more])
 
 
 def test_logits_and_back(made, tmp_path, monkeypatch):
@@ -172,8 +183,29 @@ def test_trained_on_two_meshes(made, tmp_path, monkeypatch):
     assert moved > 1e-2, "it was not trained"
 
 
+@pytest.mark.parametrize("mesh", [
+    [], ["parallel.tp=2", "parallel.pp=2", "zero.stage=3"]], ids=["alone", "mesh"])
+@pytest.mark.parametrize("name", ["llama3", "mixtral", "qwen3-moe", "dots1"])
+def test_gradients(name, mesh, tmp_path, monkeypatch):
+    """A step of SGD moves every weight as a step of transformers' own gradients does."""
+    made, run, rate = make(name, tmp_path / "theirs"), tmp_path / "run", 0.5
+    import_model(made.folder, run, RUN[:1])
+    config = config_of(run, *mesh, "optimizer.name=sgd", f"optimizer.lr={rate}", "optimizer.clip_grad=0",
+                       "optimizer.weight_decay=0", *(["model.balance_weight=0"] if name != "llama3" else []))
+    ours(config, monkeypatch, steps=1, save=True)
+    export_model(run, tmp_path / "back")
+    moved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back").state_dict()
+    data = data_of(config, 0)
+    logits = made.model(data.tokens_GS).logits
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), data.labels_GS.flatten()).backward()
+    for key, weight in made.model.named_parameters():
+        change, grad = (weight - moved[key]).detach() / rate, weight.grad
+        assert grad is not None
+        assert (change - grad).abs().max() <= 1e-5 * grad.abs().max() + 1e-6, key
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("name", ["gpt2", "llama3-tied", "qwen2", "qwen3-tied", "qwen3"])
+@pytest.mark.parametrize("name", ["gpt2", "llama3-tied", "qwen2", "qwen3-tied", "qwen3", "mixtral", "dots1"])
 def test_an_export_loads_strictly(name, dtype, tmp_path, monkeypatch):
     """In shards: no tensor is missing, left over or twice, ties hold, and the dtype asked is the one that
     transformers finds."""

@@ -83,7 +83,7 @@ def same(one: Path, other: Path) -> None:
 
 
 @pytest.mark.parametrize("changes, words", [
-    ({"model_type": "mixtral"}, "model_type=mixtral is a model that threed does not have"),
+    ({"model_type": "gpt_oss"}, "model_type=gpt_oss is a model that threed does not have"),
     ({"model_type": ["llama"]}, "is a model that threed does not have"),
     ({"architectures": ["LlamaForSequenceClassification"]}, "threed has LlamaForCausalLM of llama alone"),
     ({"hidden_act": "gelu"}, "hidden_act=gelu: threed has silu"),
@@ -138,6 +138,9 @@ def test_keys_in_both_directions(kind):
     scaling = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                "original_max_position_embeddings": 64}
     more = {} if kind == "gpt2" else {"head_dim": 6, "rope_scaling": scaling}
+    if kind == "dots1":
+        more |= {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+                 "n_shared_experts": 1}
     config = {**base, **more, "model_type": kind, "architectures": [family.architecture],
               "tie_word_embeddings": True}
     values, _ = values_of(family, config, HERE)

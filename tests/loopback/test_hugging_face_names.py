@@ -19,6 +19,9 @@ SCALED = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0
 LLAMA31 = {"rope_scaling": {"factor": 8.0, **SCALED}, "attention_bias": False, "mlp_bias": False}
 LLAMA32 = {"rope_scaling": {"factor": 32.0, **SCALED}, "attention_bias": False, "mlp_bias": False}
 QWEN3 = {"head_dim": 128, "attention_bias": False, "sliding_window": None, "use_sliding_window": False}
+MIXTRAL = {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None}
+QWEN3_MOE = {**QWEN3, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True,
+             "decoder_sparse_step": 1, "mlp_only_layers": []}
 QWEN2 = {"sliding_window": 131072, "use_sliding_window": False}
 PUBLISHED: dict[str, tuple[Any, ...]] = {
     "llama2-7b": ("llama", 32, 4096, 32, 32, 11008, 32000, 1e-5, False, 1e4, 4096, {}),
@@ -46,6 +49,17 @@ PUBLISHED: dict[str, tuple[Any, ...]] = {
     "qwen3-32b": ("qwen3", 64, 5120, 64, 8, 25600, 151936, 1e-6, False, 1e6, 40960, QWEN3),
     "mistral-7b-v0.3": ("mistral", 32, 4096, 32, 8, 14336, 32768, 1e-5, False, 1e6, 32768,
                         {"sliding_window": None}),
+    "mixtral-8x7b": ("mixtral", 32, 4096, 32, 8, 14336, 32000, 1e-5, False, 1e6, 32768, MIXTRAL),
+    "mixtral-8x22b": ("mixtral", 56, 6144, 48, 8, 16384, 32768, 1e-5, False, 1e6, 65536, MIXTRAL),
+    "qwen3-30b-a3b": ("qwen3_moe", 48, 2048, 32, 4, 6144, 151936, 1e-6, False, 1e6, 40960,
+                      {**QWEN3_MOE, "moe_intermediate_size": 768}),
+    "qwen3-235b-a22b": ("qwen3_moe", 94, 4096, 64, 4, 12288, 151936, 1e-6, False, 1e6, 40960,
+                        {**QWEN3_MOE, "moe_intermediate_size": 1536}),
+    "dots.llm1": ("dots1", 62, 4096, 32, 32, 10944, 152064, 1e-5, False, 1e7, 32768, {
+        "n_routed_experts": 128, "num_experts_per_tok": 6, "moe_intermediate_size": 1408,
+        "n_shared_experts": 2, "first_k_dense_replace": 1, "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5, "n_group": 1, "topk_group": 1, "attention_bias": False,
+        "sliding_window": None}),
 }
 KEYS = ("model_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads",
         "intermediate_size", "vocab_size", "rms_norm_eps", "tie_word_embeddings", "rope_theta",

@@ -16,7 +16,9 @@ from threed.config.load import known_keys, load
 from threed.config.synonyms import FRAMEWORKS, ours
 from threed.config.values import get
 from threed.interop import convert as subject
+from threed.models.families.registry import FAMILIES
 from threed.models.model import num_parameters
+from threed.schema.config import keys_of
 
 
 def deepspeed(tmp_path: Path, values: dict[str, Any], *overrides: str, devices: int | None = None,
@@ -393,7 +395,8 @@ def test_bad_options(text, words):
 
 
 @pytest.mark.parametrize("text, name", [
-    ("--num-experts 8", "--num-experts"), ("--context-parallel-size 2", "--context-parallel-size"),
+    ("--num-experts 8 --moe-expert-capacity-factor 1.5 --swiglu --disable-bias-linear",
+     "--moe-expert-capacity-factor"), ("--context-parallel-size 2", "--context-parallel-size"),
     ("--fp8-format hybrid", "--fp8-format"), ("--data-path a b", "--data-path"),
     ("--qk-layernorm", "--qk-layernorm"), ("--reset-position-ids", "--reset-position-ids"),
     ("--load other --save mine", "--load"), ("--lr-decay-style inverse-square-root", "--lr-decay-style"),
@@ -436,7 +439,8 @@ def test_rows(framework):
     """A row that names a key which threed has not, stands twice, or is hidden by another."""
     names = [row.theirs for row in framework.rows]
     assert len(set(names)) == len(names)
-    keys, sections = known_keys(), load(None).to_dict()
+    sections = load(None).to_dict()
+    keys = {*known_keys(), *(key for family in FAMILIES.values() for key in keys_of(family.config))}
     for row in framework.rows:
         assert row.key is None or row.key in keys, row
         assert row.key is not None or row.ours.startswith((NO_KEY, NOTHING)), row
@@ -455,7 +459,8 @@ def test_rows(framework):
                                           ("bf16.enabled", "for DeepSpeed's bf16.enabled"),
     ("model.r", "for PEFT's model.r use model.lora_rank"), ("lora.lora_dropout", "there is nothing like it"),
     ("model.target_modules", "use model.lora_targets"),
-    ("--num-experts", "threed has no experts"), ("zero_optimization.something", "use the section zero")])
+    ("--num-experts", "use model.experts (with model.family=moe)"),
+    ("zero_optimization.something", "use the section zero")])
 def test_synonyms(key, instead):
     assert instead in (ours(key) or "")
 

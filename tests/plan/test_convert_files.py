@@ -121,6 +121,9 @@ def test_nested_options_of_megatron_as_yaml(tmp_path):
     assert "--yaml-cfg" in subject.megatron("--yaml-cfg m.yaml", []).refused
 
 
+EXPERTS = "--num-experts 4 --swiglu --disable-bias-linear"
+
+
 @pytest.mark.parametrize("text, refused", [
     ("--exit-interval 5 --train-iters 10", "--exit-interval"), ("--no-load-optim", "--no-load-optim"),
     ("--no-initialization", "--no-initialization"), ("--use-checkpoint-args", "--use-checkpoint-args"),
@@ -128,8 +131,13 @@ def test_nested_options_of_megatron_as_yaml(tmp_path):
     ("--ckpt-step 7", "--ckpt-step"), ("--dataloader-type cyclic", "--dataloader-type"),
     ("--no-position-embedding", "--no-position-embedding"), ("--fp32-residual-connection",
                                                              "--fp32-residual-connection"),
-    ("--fp16-lm-cross-entropy", "--fp16-lm-cross-entropy"), ("--num-experts 4 --moe-router-topk 2",
-                                                             "--moe-router-topk")])
+    ("--fp16-lm-cross-entropy", "--fp16-lm-cross-entropy"), (
+        f"{EXPERTS} --moe-aux-loss-coeff 0.01 --moe-router-load-balancing-type aux_loss",
+        "--moe-router-load-balancing-type"),
+    (f"{EXPERTS} --moe-input-jitter-eps 0.1", "--moe-input-jitter-eps"),
+    (f"{EXPERTS} --moe-aux-loss-coeff 0.01", "--moe-aux-loss-coeff"),
+    (f"{EXPERTS} --moe-router-load-balancing-type sinkhorn", "--moe-router-load-balancing-type"),
+    (f"{EXPERTS} --moe-layer-freq '([0]*3+[1]*58)'", "--moe-layer-freq")])
 def test_what_has_an_effect_elsewhere_is_refused(text, refused):
     """An option that is said to change nothing, and does."""
     done = subject.megatron(text, [])
@@ -139,6 +147,9 @@ def test_what_has_an_effect_elsewhere_is_refused(text, refused):
 @pytest.mark.parametrize("text, dropped", [
     ("--exit-interval 10 --train-iters 10", "--exit-interval"), ("--dataloader-type single",
                                                                  "--dataloader-type"),
+    (f"{EXPERTS} --moe-router-load-balancing-type seq_aux_loss", "--moe-router-load-balancing-type"),
+    (f"{EXPERTS} --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.0", "--moe-aux-loss-coeff"),
+    (f"{EXPERTS} --moe-router-score-function sigmoid --moe-router-pre-softmax", "--moe-router-pre-softmax"),
     ("--moe-router-topk 2", "--moe-router-topk"), ("--no-position-embedding --position-embedding-type rope",
                                                    "--no-position-embedding"),
     ("--exit-duration-in-mins 30000000", "--exit-duration-in-mins")])
@@ -150,6 +161,23 @@ def test_what_has_none_is_dropped(text, dropped):
 @pytest.mark.parametrize("text, values", [
     ("--position-embedding-type rotary --rotary-position-embeddings-theta 5e5",
      {"model.position": "rotary", "model.rope_theta": 5e5}),
+    ("--num-experts 8 --moe-router-topk 4 --moe-ffn-hidden-size 64 --expert-model-parallel-size 2 --swiglu "
+     "--disable-bias-linear --normalization RMSNorm --untie-embeddings-and-output-weights "
+     "--moe-router-score-function sigmoid --moe-router-topk-scaling-factor 2.5 --moe-z-loss-coeff 1e-3 "
+     "--moe-router-enable-expert-bias --moe-router-bias-update-rate 2e-3 --moe-router-num-groups 4 "
+     "--moe-router-group-topk 2 --moe-shared-expert-intermediate-size 96 --moe-layer-freq 2 "
+     "--moe-router-load-balancing-type none --moe-grouped-gemm --data-parallel-size 2 "
+     "--moe-token-dispatcher-type alltoall",
+     {"model.family": "moe", "model.experts": 8, "model.experts_per_token": 4, "model.expert_ffn_hidden": 64,
+      "parallel.ep": 2, "model.norm": "rmsnorm", "model.bias": False, "model.tie_embeddings": False,
+      "model.activation": "swiglu", "model.router_score": "sigmoid", "model.routed_scale": 2.5,
+      "model.balance": "bias", "optimizer.balance_rate": 2e-3, "model.expert_groups": 4,
+      "model.groups_per_token": 2, "model.shared_expert_ffn": 96, "model.moe_every": 2,
+      "model.z_loss": 1e-3}),
+    (f"{EXPERTS} --moe-router-score-function sigmoid --moe-router-topk 1",
+     {"model.router_score": "sigmoid", "model.normalize_top_k": False}),
+    (f"{EXPERTS} --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.01",
+     {"model.balance": "sequence", "model.balance_weight": 0.01}),
     ("--num-experts 1 --ds-sequence-parallel-size 1 --model-parallel-size 2", {"parallel.tp": 2}),
     ("--batch-size 4", {"train.micro_batch_size": 4}),
     ("--activations-checkpoint-method block --activations-checkpoint-num-layers 2 --num-layers 8",

@@ -115,8 +115,8 @@ def test_unknown_rank_and_group():
     """A rank outside the mesh gets no coordinate, a group that does not exist no members."""
     with pytest.raises(ValueError, match="rank 4 is outside the mesh of 4"):
         Mesh(pp=2, dp=2).coordinate(4)
-    with pytest.raises(ValueError, match="no group called ep"):
-        Mesh().group("ep", 0)
+    with pytest.raises(ValueError, match="no group called xp"):
+        Mesh().group("xp", 0)
 
 
 def test_groups_of_a_large_mesh(monkeypatch):

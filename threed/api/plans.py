@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from threed.api.start import start
 from threed.base.errors import InputError, RunError, check_type
-from threed.base.quantity import many, show_bytes
+from threed.base.quantity import many, show_bytes, show_count
 from threed.base.signals import BEGAN, STOPS, calm
 from threed.comm.environment import RankPlace, place_of_environment
 from threed.config import load as configs
 from threed.config.load import checked
 from threed.config.validate import warnings
+from threed.models.model import num_parameters
 from threed.monitor.folders import to_train
 from threed.planner import layouts, make_mesh, make_pipeline, saved_by_piece
 from threed.planner.facts import undivided, unequal
@@ -88,6 +89,10 @@ def show_check(checked: dict[str, Any], config: Config, columns: int | None = No
     lines = [f"{verdict}{ranks} ({make_mesh(config).text()}), {checked['instructions']} "
              f"instructions, plan {checked['digest']}",
              *(f"warning: {line}" for line in checked["warnings"]), summary.show(checked["stages"], columns)]
+    ranks = f"{config.parallel.ep} ranks together hold" if config.parallel.ep > 1 else "each rank holds"
+    if (active := num_parameters(config.model, True)) < (every := num_parameters(config.model)):
+        lines.append(f"experts: {show_count(every)} parameters, of which {show_count(active)} compute a "
+                     f"token; {ranks} all experts of a block")
     if config.pieces:
         saved = ", ".join(f"{piece} {show_bytes(size)}{'' if piece in config.pieces else ' (not chosen)'}"
                           for piece, size in saved_by_piece(config).items())

@@ -143,7 +143,7 @@ class Fold(NamedTuple):
 
 # Derived axis, the place in a run, whose key in parallel.* is its ranks -> its fold. `fold_groups` gives the
 # rows of GROUPS that it needs.
-FOLDS: dict[str, Fold] = {}
+FOLDS: dict[str, Fold] = {"ep": Fold(("dp", "tp"), "edp")}  # experts
 
 
 def fold_groups(axis: str) -> dict[str, GroupRow]:
@@ -157,11 +157,19 @@ def fold_groups(axis: str) -> dict[str, GroupRow]:
 
     fold = FOLDS[axis]
     axes, over = fold
-    return {axis: GroupRow(axes, axis, axis, in_runs(length)),
-            over: GroupRow(axes, "dp", "dp", across_runs(length, axes)),
-            fold.shard: GroupRow(axes, "dp", "dp", in_runs(shards, length), lambda mesh: mesh.has_copies),
-            fold.replica: GroupRow(axes, "dp", "dp", across_runs(shards, axes, length),
-                                   lambda mesh: mesh.has_copies)}
+    def used(mesh: Mesh) -> bool:
+        return axis in mesh.folded
+
+    def copied(mesh: Mesh) -> bool:
+        return used(mesh) and mesh.has_copies
+
+    return {axis: GroupRow(axes, axis, axis, in_runs(length), used),
+            over: GroupRow(axes, "dp", "dp", across_runs(length, axes), used),
+            fold.shard: GroupRow(axes, "dp", "dp", in_runs(shards, length), copied),
+            fold.replica: GroupRow(axes, "dp", "dp", across_runs(shards, axes, length), copied)}
+
+
+GROUPS |= fold_groups("ep")
 
 
 def shown(sizes: Mapping[str, int]) -> list[str]:
@@ -218,13 +226,16 @@ class Mesh:
     """A mesh of ranks.
 
     `order`: its axes, outermost first; empty: as in AXES. `shard`: ranks a shard group; None: all of dp.
-    `sizes`: ranks along each axis, those of FOLDS included, 1 where an axis is not named. ValueError where
-    they do not fit together.
+    `sizes`: ranks along each axis, those of FOLDS included, 1 where an axis is not named. `folded`: the axes
+    of FOLDS over which the model has parameters; None: those in `sizes`. ValueError where they do not fit
+    together.
     """
 
-    def __init__(self, order: tuple[str, ...] = (), shard: int | None = None, **sizes: int):
+    def __init__(self, order: tuple[str, ...] = (), shard: int | None = None,
+                 folded: Collection[str] | None = None, **sizes: int):
         self.order = in_full(order or tuple(AXES))
         self.sizes: dict[str, int] = {axis: sizes.pop(axis, 1) for axis in AXES}
+        self.folded = frozenset(axis for axis in FOLDS if axis in (sizes if folded is None else folded))
         self.folds: dict[str, int] = {axis: sizes.pop(axis, 1) for axis in FOLDS}
         if sizes or sorted(self.order) != sorted(AXES):
             raise ValueError(f"axis order {'-'.join((*self.order, *sizes))} must name {', '.join(AXES)} once "
@@ -273,9 +284,9 @@ class Mesh:
             raise ValueError(f"rank {rank} is outside the mesh of {self.size}")
         at = self.at(rank, self.order)
         here = Coordinate({axis: at[axis] for axis in AXES}, shown(self.sizes))
-        if not FOLDS:
+        if not self.folded:
             return here
-        folded = {axis: self.number(here, fold.axes) % self.folds[axis] for axis, fold in FOLDS.items()}
+        folded = {axis: self.number(here, FOLDS[axis].axes) % self.folds[axis] for axis in self.folded}
         return Coordinate({**here.on, **folded}, here.shown)
 
     def rank(self, **at: int) -> int:

@@ -26,9 +26,11 @@ _SAYINGS = (
      " outside of attention, and activation.policy=full or activation.offload=cpu save memory",
      "cp cp_size context_parallel context_parallel_size context_parallel_degree ring_attention ulysses "
      "sequence_parallel_size sp_size"),
-    ("threed has no experts (MoE), so no expert parallelism: every block is dense, see parallel.tp, pp, dp",
-     "ep ep_size expert_parallel expert_parallel_size expert_parallel_degree expert experts num_experts "
-     "n_experts n_routed_experts num_local_experts moe top_k_experts num_experts_per_tok"),
+    ("use parallel.ep, with model.family=moe", "ep ep_size expert_parallel expert_parallel_size "
+     "expert_parallel_degree expert_model_parallel_size"),
+    ("use model.family=moe, whose keys are model.experts and experts_per_token (docs/experts.md)",
+     "expert experts num_experts n_experts n_routed_experts num_local_experts moe top_k_experts "
+     "num_experts_per_tok experts_per_token num_moe_experts"),
     ("threed compiles pieces of blocks (model.fused=auto), not whole models",
      "compile torch_compile use_compile"),
     ("no key: gradients are added up over train.global_batch_size / (train.micro_batch_size x parallel.dp) "

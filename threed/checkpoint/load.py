@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from threed.base.errors import InputError, RunError
-from threed.base.mesh import FOLDS, axes_of
+from threed.base.mesh import axes_of
 from threed.base.quantity import show_bytes
 from threed.checkpoint.box_reader import BoxReader
 from threed.checkpoint.boxes import boxes
@@ -270,7 +270,7 @@ def _prove(manifest: dict[str, Any], zero: ZeroRun, rounded: dict[tuple[str, str
             placed.parameter.name for placed in state.part.layout.placed)
     for group, among in (*sorted(shared.items()),
                          *((axis, {name for name in names if axis in axes[name]})
-                           for axis in (*axes_of("parameters"), *FOLDS))):
+                           for axis in (*axes_of("parameters"), *sorted(comm.mesh.folded)))):
         over = total.clone()
         comm.groups[group].all_reduce(over).wait()
         cut = torch.tensor([name in among for name in names for _ in kinds], device=comm.device)

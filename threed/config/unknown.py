@@ -38,7 +38,12 @@ def unknown(key: str, keys: Sequence[str]) -> UnknownKey:
     section, _, tail = key.replace("-", "_").rpartition(".")
     near = begun or _alike(tail, [known for known in keys if known.startswith(f"{section}.")])
     near = near or _alike(tail, keys, _NEARER)
-    hint = f"did you mean {near[0]}?" if near else "the keys are listed in configs/reference.yaml"
+    from threed.models.families.registry import FAMILIES
+    from threed.schema.config import keys_of
+
+    other = next((name for name, family in FAMILIES.items() if key in keys_of(family.config)), "")
+    hint = (f"it is a key of model.family={other}" if other else f"did you mean {near[0]}?" if near
+            else "the keys are listed in configs/reference.yaml")
     return UnknownKey(key, f"{key}: unknown key; {hint}", "", near[0] if near else "")
 
 

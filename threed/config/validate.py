@@ -11,7 +11,7 @@ from pathlib import Path
 from threed.base.address import is_store, local_path
 from threed.base.address import problem as address_problem
 from threed.base.errors import InputError, Problem
-from threed.base.mesh import axes_of, fold_problem
+from threed.base.mesh import FOLDS, axes_of, fold_problem
 from threed.base.quantity import parse_bytes
 from threed.base.remember import remembered
 from threed.config.contract import Cell, refusal
@@ -20,7 +20,7 @@ from threed.config.suits import check_data, check_monitor
 from threed.config.values import check_values
 from threed.models.check import unsound
 from threed.models.families.registry import calling, family_of
-from threed.models.tiling import cut_layers, layers_of, model_key, share_of, together, unit_layers
+from threed.models.tiling import cut_layers, folds_of, layers_of, model_key, share_of, together, unit_layers
 from threed.schedules.orders import SCHEDULES
 from threed.schema import PIECES, CheckpointConfig, Config, ModelConfig, PrecisionConfig
 
@@ -38,8 +38,8 @@ def validate(config: Config, world_size: int | None = None) -> list[Problem]:
         of_model = list(_check_model(config))
         of_layers = unsound(config.model) or ([] if of_model else list(_check_tiling(config)))
         problems += [*of_model, *of_layers, *_check_parallel(config, world_size)]
-        problems += _check_stages(config) if not of_layers and not (
-            of_model and config.model.tile_linears is not None) else []
+        sound = not of_layers and not (of_model and config.model.tile_linears is not None)
+        problems += [*_check_folds(config), *_check_stages(config)] if sound else []
     problems += _check_batch(config) if not wrong & {"train", "parallel", "data"} else []
     problems += check_data(config) if not wrong & {"data", "run"} else []
     problems += _check_schedule(config) if not wrong & {"train", "optimizer"} else []
@@ -145,9 +145,29 @@ def _check_parallel(config: Config, world_size: int | None) -> Iterator[Problem]
         yield Problem.of("parallel.dp", f"={config.dp}{sizes} = {config.world_size} processes, but the world "
                          f"size is {world_size}{fits}")
     yield from _check_schedule_shape(config)
+
+
+def _check_folds(config: Config) -> Iterator[Problem]:
+    folds = () if config.model.own_layers else folds_of(config)
+    split = [axis for fold in folds for axis in FOLDS[fold].axes if axis in axes_of("parameters")]
+    for axis in dict.fromkeys(split):
+        if (ranks := config.axis_sizes[axis]) > 1 and not config.parallel.sequence_parallel:
+            yield Problem.of("parallel.sequence_parallel", f"=false with parallel.{axis}={ranks} and weights "
+                             f"cut over {', '.join(folds)}: all ranks of {axis} would send the same tokens; "
+                             "set it to true")
+    precision = config.precision
+    for key in ("grad_dtype", "reduce_dtype", "master"):
+        value = getattr(precision, key)
+        if value != "fp32" and not config.model.own_layers and any(
+                each.counted for layer in layers_of(config) for each in layer.parameters()):
+            yield Problem.of(f"precision.{key}", f"={value} with model.balance=bias: counts of rows are "
+                             "added up as gradients, and must be exact; set it to fp32")
     for axis, size in config.fold_sizes.items() if config.data_ranks % config.shard_size == 0 else ():
         if problem := fold_problem(axis, size, config.axis_sizes, config.shard_size):
             yield Problem.of(f"parallel.{axis}", f"={size} {problem}")
+        elif size > 1 and axis not in folds:
+            yield Problem.of(f"parallel.{axis}", f"={size}: model.family={config.model.family} has no "
+                             f"parameters that are cut over {axis}; leave it out")
 
 
 def _check_stages(config: Config) -> Iterator[Problem]:

@@ -21,6 +21,7 @@ class Cpu(Device):
     backend: ClassVar[str] = "gloo"
     triton: ClassVar[bool] = False
     rms_norm: ClassVar[bool] = False
+    grouped_mm: ClassVar[bool] = False  # a loop is as fast
     varlen: ClassVar[bool] = False
     dtype: ClassVar[torch.dtype] = torch.float32
     chunk: ClassVar[int] = 1 << 20  # few enough for its cache

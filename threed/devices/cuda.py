@@ -29,6 +29,7 @@ class Cuda(Device):
     backend: ClassVar[str] = "nccl"
     triton: ClassVar[bool] = True
     rms_norm: ClassVar[bool] = True
+    grouped_mm: ClassVar[bool] = True
     varlen: ClassVar[bool] = True
     dtype: ClassVar[torch.dtype] = torch.bfloat16
     chunk: ClassVar[int] = 1 << 22

@@ -23,6 +23,7 @@ class Device(ABC):
     # of torch.distributed, for tensors on the device: "gloo", or one that connects at the first collective
     backend: ClassVar[str]
     triton: ClassVar[bool]  # torch compiles for it with triton, and threed has kernels in triton
+    grouped_mm: ClassVar[bool]  # torch has a kernel for products of groups of rows, in bf16
     rms_norm: ClassVar[bool]  # torch has a kernel for RMSNorm, where its version has one
     varlen: ClassVar[bool]  # the same of attention for sequences of varying length
     dtype: ClassVar[torch.dtype]  # in which it is fastest

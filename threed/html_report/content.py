@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from threed.base.errors import InputError
 from threed.base.mesh import Mesh
-from threed.monitor.attribute import CAUSES
+from threed.monitor.attribute import CAUSES, OF_FOLDS
 from threed.monitor.compare import attribute_walk, typical_step
 from threed.monitor.run import Run
 from threed.monitor.timeline import Span, on_one_clock, spans
@@ -224,7 +224,8 @@ class Content:
         """Where the time of the last steps went: a row a position, seconds by cause."""
         positions = range(len(self.attributed))
         found = [{cause: self.mean(f"time/{cause}/{position}") for cause in CAUSES} for position in positions]
-        rows = [{cause: value for cause, value in row.items() if value is not None} for row in found]
+        rows = [{cause: value or 0.0 for cause, value in row.items()
+                 if value is not None or cause in OF_FOLDS.values()} for row in found]
         return rows if all(len(row) == len(CAUSES) for row in rows) else None
 
 

@@ -103,9 +103,10 @@ class Search:
         waiting = [_Waiting(self._bound_s(space, shape, 0), next(numbers), shape, 0, [])
                    for shape in space.shapes()] if ranks else []
         heapq.heapify(waiting)
-        total = len(waiting)
+        total, done = len(waiting), 0
         while waiting:
             first = heapq.heappop(waiting)
+            done += first.short is None and first.rank == 0
             if first.short is not None:
                 self._time(first.shape, first.short, first.bound_s)
             elif first.bound_s > self._limit:
@@ -122,7 +123,7 @@ class Search:
                     heapq.heappush(waiting, first._replace(bound_s=bound_s, rank=rank))
             if time.monotonic() > told + 2:
                 told = time.monotonic()
-                progress(self._words(total - len(waiting), total))
+                progress(self._words(done, total))
         result.dropped.update(space.dropped)
         result.examples.update(space.wrong)
         result.considered += space.dropped.total()

@@ -59,7 +59,7 @@ class Bounds:
         inner = axes[axes.index("tp") + 1:] if layout.tp > 1 else ()
         stride = math.prod(getattr(layout, axis) for axis in inner)
         return MicroBatchCut(layout.tp, stride, layout.sequence_parallel, layout.micro_batch_size,
-                             layout.policy, layout.every, layout.tile_linears)
+                             layout.policy, layout.every, layout.tile_linears, layout.ep)
 
     def step_s(self, layout: Layout) -> float:
         """No step is shorter: all micro-batches of the busiest position; or, without messages, the last
@@ -134,7 +134,7 @@ class Bounds:
         """Of each kind of compute unit, and of a tied embedding."""
         key = (layout.tp, layout.dp, layout.pp * (layout.axis_order != "pp-dp-tp"),
                layout.sequence_parallel, layout.stage, layout.shard_size, layout.reduce_every,
-               layout.reduce_dtype, layout.offload_optimizer, layout.tile_linears)
+               layout.reduce_dtype, layout.offload_optimizer, layout.tile_linears, layout.ep)
         if key not in self._known:
             config = config_of(layout, self.config)
             table = self.units(layout.tile_linears, layout.tp).table(config)

@@ -18,7 +18,7 @@ KEYS = {
     "stage": "zero.stage", "shard_size": "zero.shard_size", "residency": "zero.residency",
     "reduce_every": "zero.reduce_every", "policy": "activation.policy", "every": "activation.every",
     "offload_activations": "activation.offload", "offload_optimizer": "offload.optimizer",
-    "tile_linears": "model.tile_linears", "reduce_dtype": "precision.reduce_dtype",
+    "tile_linears": "model.tile_linears", "reduce_dtype": "precision.reduce_dtype", "ep": "parallel.ep",
 }
 
 
@@ -49,6 +49,7 @@ class Layout(NamedTuple):
     offload_optimizer: bool = False
     tile_linears: str | None = None
     reduce_dtype: str | None = None  # None: what the config has
+    ep: int = 1
 
     @property
     def often(self) -> bool:
@@ -60,11 +61,11 @@ class Layout(NamedTuple):
         """What distinguishes one idea from another: layouts of one idea differ in details."""
         family = "" if self.pp == 1 else _FAMILIES.get(self.schedule, self.schedule)
         return (self.tp, self.pp, family, self.often, self.policy == "full", self.offload_optimizer,
-                self.reduce_dtype)
+                self.reduce_dtype, self.ep)
 
     def text(self) -> str:
         """In a line: what a person would call it."""
-        words = [f"tp {self.tp} pp {self.pp} dp {self.dp}"]
+        words = [f"tp {self.tp} pp {self.pp} dp {self.dp}" + f" ep {self.ep}" * (self.ep > 1)]
         if self.axis_order != "pp-dp-tp":
             words.append(self.axis_order)
         if self.pp > 1:
@@ -96,7 +97,7 @@ def config_of(layout: Layout, base: Config) -> Config:
     """The config `base` with a layout's settings. Settings that the layout has no use for are left out."""
     config = copy.deepcopy(base)
     parallel, free = config.parallel, SCHEDULES[layout.schedule].virtual is None
-    parallel.tp, parallel.pp, parallel.dp = layout.tp, layout.pp, layout.dp
+    parallel.tp, parallel.pp, parallel.dp, parallel.ep = layout.tp, layout.pp, layout.dp, layout.ep
     parallel.axis_order, parallel.schedule = layout.axis_order, layout.schedule
     parallel.virtual_stages = layout.virtual_stages if free else None
     parallel.sequence_parallel = layout.sequence_parallel

@@ -65,7 +65,8 @@ class MemoryFilter:
     def taken(self, layout: Layout) -> int:
         """Bytes for CUDA, and for the communicators of a rank, the most of any position."""
         place = place_of(layout.schedule, layout.pp, layout.virtual_stages)
-        key = layout.axis_order, layout.tp, layout.pp, layout.dp, layout.shard_size, layout.stage > 0, place
+        key = (layout.axis_order, layout.tp, layout.pp, layout.dp, layout.ep, layout.shard_size,
+               layout.stage > 0, place)
         if key not in self._communicators:
             mesh = make_mesh(config_of(layout, self.config))
             ends = {(*sorted((here, there)), kind, here < there) for here, there
@@ -76,7 +77,7 @@ class MemoryFilter:
         return self.hardware.taken_bytes(self._communicators[key])
 
     def _unit_parts(self, layout: Layout) -> UnitParts:
-        key = (layout.tp, layout.dp, layout.sequence_parallel, layout.stage, layout.shard_size,
+        key = (layout.tp, layout.dp, layout.ep, layout.sequence_parallel, layout.stage, layout.shard_size,
                layout.reduce_every, layout.offload_optimizer, layout.reduce_dtype, layout.tile_linears)
         if key not in self._parts:
             config = config_of(layout, self.config)
@@ -115,7 +116,7 @@ class MemoryFilter:
 
     def _fixed(self, layout: Layout) -> list[int]:
         """By position: parameters, gradients, optimizer states, buffers."""
-        key = (layout.tp, layout.dp, layout.sequence_parallel, layout.stage, layout.shard_size,
+        key = (layout.tp, layout.dp, layout.ep, layout.sequence_parallel, layout.stage, layout.shard_size,
                layout.reduce_every, layout.residency, layout.offload_optimizer, layout.reduce_dtype,
                layout.tile_linears, place_of(layout.schedule, layout.pp, layout.virtual_stages))
         if key not in self._known:

@@ -15,6 +15,8 @@ from threed.base.mesh import FOLDS, fold_problem
 from threed.config.validate import validate
 from threed.layout_search.bounds import Bounds
 from threed.layout_search.layout import Layout, config_of
+from threed.models.families.registry import family_of
+from threed.models.tiling import folds_of, layers_of
 from threed.schedules.orders import SCHEDULES
 
 # Reasons for which layouts are dropped
@@ -77,8 +79,10 @@ class Space:
                  rounding: bool = False):
         self.base, self.bounds, self.devices = bounds.config, bounds, devices
         self.fixed, self.memory = fixed, memory
+        self.folded = folds_of(self.base)
         self.node = round(min(bounds.hardware.node_ranks, devices))
-        self.reduce_dtypes = ("fp32", self.base.precision.dtype) if rounding else (None,)
+        exact = any(each.counted for layer in layers_of(self.base) for each in layer.parameters())
+        self.reduce_dtypes = ("fp32", self.base.precision.dtype) if rounding and not exact else (None,)
         self.recomputes = self._recomputes()
         self._known: dict[object, list[_Change]] = {}
         self.dropped: Counter[str] = Counter()
@@ -101,10 +105,22 @@ class Space:
                     dp = self.devices // tp // pp
                     if tp * pp * dp == self.devices and self.fixed.get("dp", dp) == dp:
                         mesh = alone._replace(pp=pp, dp=dp)
-                        if problem := self._fold_problem(mesh, dp):
-                            self._drop(NO_FOLD, f"{mesh.text()}: {problem}")
-                        else:
-                            yield from self._batches(mesh)
+                        for ep in self._choices("ep", self._experts(mesh)):
+                            yield from self._folded(mesh._replace(ep=ep))
+
+    def _experts(self, mesh: Layout) -> tuple[int, ...]:
+        """Ranks that may hold all experts together."""
+        if "ep" not in self.folded:
+            return (1,)
+        model, ranks = self.base.model, {"tp": mesh.tp}
+        return tuple(ep for ep in _divisors(mesh.tp * mesh.dp)
+                     if not family_of(model.family).check(model, {**ranks, "ep": ep}))
+
+    def _folded(self, mesh: Layout) -> Iterator[Layout]:
+        if problem := self._fold_problem(mesh, mesh.dp):
+            self._drop(NO_FOLD, f"{mesh.text()}: {problem}")
+        else:
+            yield from self._batches(mesh)
 
     def _batches(self, mesh: Layout) -> Iterator[Layout]:
         batch = self.base.train.global_batch_size
@@ -156,7 +172,7 @@ class Space:
                 for row in self._changes(shape, rank)]
 
     def _changes(self, shape: Layout, rank: int) -> list[_Change]:
-        key = rank, shape.tp, shape.dp, shape.pp if shape.axis_order == "dp-pp-tp" else 1
+        key = rank, shape.tp, shape.dp, shape.ep, shape.pp if shape.axis_order == "dp-pp-tp" else 1
         if key not in self._known:
             policy, away = self.recomputes[rank]
             result = []
@@ -209,7 +225,7 @@ class Space:
 
     def _fold_problem(self, layout: Layout, shard_size: int) -> str:
         """Why the config's folds do not divide the ranks of a layout; empty where they do."""
-        if not FOLDS:
+        if not self.folded:
             return ""
         config = config_of(layout, self.base)
         problems = ((axis, size, fold_problem(axis, size, config.axis_sizes, shard_size))

@@ -48,6 +48,7 @@ class MicroBatchCut(NamedTuple):
     policy: str
     every: int
     tiles: str | None = None  # most bytes of a tile
+    ep: int = 1
 
 
 class Units:
@@ -111,7 +112,7 @@ class Units:
         config = copy.deepcopy(self.reduced)
         parallel = config.parallel
         parallel.tp, parallel.axis_order = cut.tp, "pp-dp-tp" if cut.stride == 1 else "pp-tp-dp"
-        parallel.dp = cut.stride * self.full.dp
+        parallel.dp, parallel.ep = cut.stride * self.full.dp * cut.ep, cut.ep  # so that ep divides dp x tp
         parallel.sequence_parallel = cut.sequence_parallel
         config.train.micro_batch_size = cut.micro_batch_size
         config.train.global_batch_size = cut.micro_batch_size * config.dp

@@ -17,7 +17,7 @@ from threed.base.errors import InputError
 from threed.base.mesh import AXES, QUIET
 from threed.base.quantity import many, show_seconds
 from threed.base.texttable import render
-from threed.monitor.attribute import CAUSES, attribute, parts
+from threed.monitor.attribute import CAUSES, attribute, parts, shown_causes
 from threed.monitor.traces import RankTrace, RunTrace, read_run
 from threed.planner import analyse
 from threed.planner.from_config import CONFIG, load_config
@@ -217,6 +217,8 @@ def show(compared: dict[str, Any], columns: int | None = None) -> str:
     """What `compare` returned, as text. `columns`: of a terminal, if tables are to fit."""
     step = compared["step"]
     axes = [axis for axis in AXES if axis not in QUIET or any(row[axis] for row in compared["ranks"])]
+    measured = [*compared["ranks"], *(row[kind] for row in compared["stages"] for kind in row)]
+    heads = {name: HEADS[name] for name in ("step", *shown_causes(measured))}
     error = step["predicted"] / step["measured"] - 1.0 if step["measured"] else 0.0
     lines = [f"{compared['run']}, plan {compared['digest']}, step{'s' if len(compared['steps']) > 1 else ''} "
              + ", ".join(map(str, compared["steps"])),
@@ -225,16 +227,16 @@ def show(compared: dict[str, Any], columns: int | None = None) -> str:
              "predicted is when instructions run and what waits; the times of compute and STEP are the "
              "measured ones,", "so they are equal below, and communication is free", "",
              "where the time of a rank went, by stage",
-             render(("", *HEADS.values(), "bubble"),
+             render(("", *heads.values(), "bubble"),
                     [(f"{f'pp{position}' if kind == 'predicted' else '':6}{kind}",
-                      *(show_seconds(row[kind][name]) for name in HEADS), f"{row[kind]['bubble']:.1%}")
+                      *(show_seconds(row[kind][name]) for name in heads), f"{row[kind]['bubble']:.1%}")
                      for position, row in enumerate(compared["stages"])
                      for kind in ("predicted", "measured")],
                     columns, fold=False),
              "", "and by rank, measured",
-             render(("", *HEADS.values()), [
+             render(("", *heads.values()), [
                  (f"rank {row['rank']} " + " ".join(f"{axis}{row[axis]}" for axis in axes),
-                  *(show_seconds(row[name]) for name in HEADS)) for row in compared["ranks"][:MOST_RANKS]],
+                  *(show_seconds(row[name]) for name in heads)) for row in compared["ranks"][:MOST_RANKS]],
                  columns)]
     if len(compared["ranks"]) > MOST_RANKS:
         lines.append(f"... and {many(len(compared['ranks']) - MOST_RANKS, 'rank')} more")

@@ -21,7 +21,7 @@ from threed.base.mesh import AXES, FOLDS, shown
 from threed.comm.group import Comm
 from threed.devices import device_of
 from threed.models.model import model_flops
-from threed.monitor.attribute import CAUSES, PARTS, attribute, parts
+from threed.monitor.attribute import CAUSES, OF_FOLDS, PARTS, attribute, parts
 from threed.monitor.straggler import WORK, Stragglers, by_place
 from threed.program.analysis import Analysis
 from threed.program.instruction import Instruction, Op
@@ -167,11 +167,12 @@ class Meter:
         means = {what: self._means(step.column(what)) for what in (*PARTS, "step_s")}
         spent = [attribute({what: each[stage] for what, each in means.items()}, step.clip_s,
                            means["step_s"][stage]) for stage in range(mesh.positions)]
-        for cause in CAUSES:
+        without = {wait for axis, wait in OF_FOLDS.items() if axis not in mesh.folded}
+        for cause in (each for each in CAUSES if each not in without):
             values[f"time/{cause}"] = _mean([row[cause] for row in spent])
             values |= {f"time/{cause}/{stage}": row[cause] for stage, row in enumerate(spent)}
         values |= {f"comm/bytes_{axis}": float(step.column(f"sent_{axis}").sum())
-                   for axis in (*shown(mesh.sizes), *FOLDS)}
+                   for axis in (*shown(mesh.sizes), *sorted(mesh.folded))}
         values |= self.stragglers.look({what: step.column(what) for what in WORK})
         values["memory/peak_bytes"] = float(step.column("memory").max())
         if self._excluded_s:

@@ -34,6 +34,7 @@ class Update(NamedTuple):
     number: int  # 1 for the first update (Adam's bias correction)
     decay: bool  # whether weight decay applies to the range
     scale: float  # gradients are multiplied by it
+    mean: float = 0.0  # of a gradient that is a count: over the elements of its parameter
 
     @property
     def weight_decay(self) -> float:

@@ -6,13 +6,13 @@ import torch
 
 from threed.devices import device_of
 from threed.optim.base import Update, View
-from threed.optim.registry import OPTIMIZERS
+from threed.optim.registry import optimizer_called
 
 
 def step(by: Update, view: View, copy: torch.Tensor | None = None) -> None:
     """Update a flat range in place, and write the new weights to `copy`, too, if given. 16-bit weights and
     gradients are converted to fp32 a chunk at a time."""
-    optimizer, (weight, grad, state) = OPTIMIZERS[by.config.name], view
+    optimizer, (weight, grad, state) = optimizer_called(by.config.name), view
     if optimizer.update_any(view, by, copy):
         return
     narrow = not weight.dtype == grad.dtype == torch.float32

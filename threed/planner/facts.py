@@ -21,7 +21,7 @@ from threed.features.pipeline.parts import cut, settings
 from threed.features.zero import plan as zero
 from threed.features.zero.shard import FlatLayout, layout
 from threed.models.layers.base import Layer
-from threed.models.tiling import cut_layers, layers_of, model_key, share_of, unit_layers
+from threed.models.tiling import cut_layers, folds_of, layers_of, model_key, share_of, unit_layers
 from threed.optim.registry import OPTIMIZERS
 from threed.planner.hand_overs import HandOver, hand_overs, with_ranks
 from threed.planner.unit_kinds import (
@@ -70,16 +70,16 @@ def unit_parameters(config: Config) -> dict[int, tuple[Parameter, ...]]:
 def make_mesh(config: Config) -> Mesh:
     """The mesh of a config: its axes, their sizes and their order among ranks."""
     parallel = config.parallel
-    return Mesh(tuple(parallel.axis_order.split("-")), config.shard_size, **config.axis_sizes,
-                **config.fold_sizes)
+    return Mesh(tuple(parallel.axis_order.split("-")), config.shard_size, folds_of(config),
+                **config.axis_sizes, **config.fold_sizes)
 
 
 @remembered(lambda config: (depends_on(config), config.shard_size,
-                            tuple(config.axis_sizes.values()) if FOLDS else ()))
+                            tuple(config.axis_sizes.values()) if folds_of(config) else ()))
 def layouts(config: Config) -> dict[int, FlatLayout]:
     """Parameter unit -> its flat layout on one rank, cut into shards (whatever the ZeRO stage, so that the
     gradient norm is summed over the same ranges)."""
-    mesh = make_mesh(config) if FOLDS else None
+    mesh = make_mesh(config) if folds_of(config) else None
 
     def shards(unit: UnitParameters) -> int:
         fold = fold_of(unit.parameters)

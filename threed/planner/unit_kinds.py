@@ -19,7 +19,7 @@ OWN, TIED = "own", "tied"  # what no other kind takes of a compute unit; what tw
 class UnitKind(NamedTuple):
     takes: Callable[[Config, Parameter], bool]  # whether a parameter of a compute unit is of this kind
     may_be_all: bool  # False: where all parameters of a compute unit are of this kind, they are its own
-    optimizer: str = ""  # the row of OPTIMIZERS that steps it; empty: that of the config
+    optimizer: str = ""  # what steps it, of threed/optim/registry.py; empty: the config's
 
 
 class UnitParameters(NamedTuple):
@@ -53,6 +53,7 @@ KINDS: dict[str, UnitKind] = {
     "adapters": UnitKind(lambda config, parameter: config.model.lora_rank is not None and parameter.trains,
                          True),  # the others are frozen
     "folded": UnitKind(lambda config, parameter: bool(fold_of([parameter])), True),
+    "counted": UnitKind(lambda config, parameter: parameter.counted > 0, True, "balance"),
 }
 
 

@@ -104,7 +104,7 @@ class ParameterUnit:
     # holds all of it all the time, and nothing is gathered.
     trains: bool = True
     kind: str = "own"  # own, tied, or one of planner.unit_kinds.KINDS; its name says it, too
-    optimizer: str = ""  # the row of OPTIMIZERS that steps it; empty: that of the config
+    optimizer: str = ""  # what steps it, of threed/optim/registry.py; empty: the config's
     fold: str = ""  # the axis of mesh.FOLDS over which its parameters are cut
 
 

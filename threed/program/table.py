@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from threed.base.quantity import BYTES
 from threed.optim.base import Buffer
-from threed.optim.registry import OPTIMIZERS
+from threed.optim.registry import optimizer_called
 from threed.program.entries import ComputeUnit, ParameterUnit, Reduction, gradient_kind
 from threed.program.instruction import PARAMETER_KINDS, PHASES, WHOLES, Instruction, Slot, Tier
 from threed.program.names import GENERATE
@@ -147,7 +147,7 @@ class Table:
     def buffers(self, unit: int) -> tuple[Buffer, ...]:
         """The tensors of the optimizer that steps a parameter unit."""
         own = self.parameters[unit].optimizer
-        return OPTIMIZERS[own].buffers if own else self.update.buffers
+        return optimizer_called(own).buffers if own else self.update.buffers
 
     def kept_kinds(self, unit: int) -> int:
         """Tensors that a checkpoint saves for a parameter: its weight, the optimizer's buffers, and a

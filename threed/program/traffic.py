@@ -41,7 +41,8 @@ def _of_slot(table: Table, instruction: Instruction) -> int:
     move = move_of(instruction, table)
     assert move.handed.trip is not None
     trip = move.handed.trip
-    return ring(move.handed.bytes if trip.by == Op.EXCHANGE else trip.bytes, trip.ranks)
+    # Where rows go by counts, one of both sizes is the most that there may be: the other one is expected.
+    return ring(min(move.handed.bytes, trip.bytes) if trip.by == Op.EXCHANGE else trip.bytes, trip.ranks)
 
 
 def _reduced_bytes(table: Table, unit: ParameterUnit, step: Reduction) -> int:

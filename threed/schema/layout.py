@@ -71,6 +71,8 @@ class ParallelConfig:
                                        "such as 30GiB", check=_activation_limit)
     sequence_parallel: bool = key(False, "outside tensor-parallel layers, activations are cut over tp by "
                                   "sequence")
+    ep: int = key(1, "expert-parallel ranks: runs of ranks of dp x tp, each of which holds all experts of a "
+                  "layer", least=1)
     split_messages: str = key(
         "auto", "tp ranks that hold the same send a part each to the next position, and gather it there",
         choices={"auto": "between nodes of 8 GPUs, 1 MiB and more", "on": "", "off": ""})

@@ -24,6 +24,7 @@ class OptimizerConfig:
     eps: float = key(1e-8, "of adamw", least=0)
     weight_decay: float = key(0.1, "not on biases, norms and other 1-D parameters", least=0)
     clip_grad: float = key(1.0, "global gradient norm; 0 is off", least=0)
+    balance_rate: float = key(1e-3, "by how much a bias of model.balance=bias moves in a step", least=0)
     warmup_steps: int = key(0, "linear from 0", least=0)
     decay_steps: int | None = key(None, "step at which min_lr is reached; null: train.steps", least=1)
     wsd_decay_steps: int | None = key(

@@ -86,6 +86,10 @@ class Parameter:
     # (An axis that cuts the sequence needs no name here.)
     partial_over: tuple[str, ...] = ()
     trains: bool = True  # False: it is frozen: it has no gradient and no state of the optimizer
+    # Above 0: its gradient is a count, on average so much for each token of the global batch. It is stepped
+    # by the rule `balance` (threed/optim), and is not in the gradient norm.
+    counted: float = 0.0
+    used: tuple[int, int] = (1, 1)  # (n, of m) equal parts of it that compute a token
     # seed -> all initial values, in fp32; None: as `std`, `uniform` and `fill` say.
     init: Callable[[int], Any] | None = field(default=None, compare=False, repr=False)
 

@@ -26,8 +26,9 @@ class Gathered(NamedTuple):
 class Exchanged(NamedTuple):
     """Each rank of a group gives rows to each, itself included: first those for rank 0.
 
-    `gives`, `takes`: tensors handed on without a gradient, [ranks of the group], int64: the rows for each
-    rank, and of each. Both empty: all ranks get equally many, and the rows are a multiple of the ranks.
+    `gives`, `takes`: tensors handed on without a gradient, [ranks of the group, ...], int64: the rows for
+    each rank, and of each; what is of one rank is added up. Both empty: all ranks get equally many, and the
+    rows are a multiple of the ranks.
     """
 
     becomes: str
@@ -39,4 +40,4 @@ class Exchanged(NamedTuple):
     by = "EXCHANGE"
 
     def bytes(self, size: int, ranks: int) -> int:
-        return int(size * self.room)
+        return round(size * self.room) if ranks > 1 else size

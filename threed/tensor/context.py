@@ -14,7 +14,7 @@ from threed.comm.group import Group
 from threed.devices import device_of
 from threed.schema import ModelConfig
 from threed.spec.parameter import NOT_COUNTED, Tile
-from threed.tensor import fused_loss
+from threed.tensor import experts, fused_loss
 from threed.tensor.documents import Documents, attend, outside, rotate_at
 from threed.tensor.fused import Fused, rotate
 from threed.tensor.fused_loss import LossKernels
@@ -125,6 +125,11 @@ class Context:
         return self.fused.rms_norm(x, weight, eps)
 
     @property
+    def experts(self) -> Any:
+        """The operations of layers with experts."""
+        return experts
+
+    @property
     def group(self) -> Group:
         """The tp group."""
         return self.groups["tp"]
@@ -186,6 +191,12 @@ class Context:
         """A sum over the residual stream's tokens of all tp ranks. (Terms of the loss must be equal on all tp
         ranks.)"""
         return total(part, self.group) if self.sequence_parallel else part
+
+    def summed(self, count: torch.Tensor) -> torch.Tensor:
+        """A number without a gradient, summed like `total`."""
+        if self.sequence_parallel:
+            self.group.all_reduce(count := count.contiguous()).wait()
+        return count
 
     def mean_loss(self, losses_SB: torch.Tensor, batch: Batch) -> torch.Tensor:
         """A micro-batch's part of the mean loss over the tokens that count in the global batch."""

@@ -106,6 +106,35 @@ class WeightGrads:
         self.put_off.append(products)
         return [None] * len(pairs)
 
+    def take_grouped(self, weight: torch.Tensor, grad: torch.Tensor, x: Callable[[], torch.Tensor],
+                     slices: Callable[[], Sequence[slice]]) -> torch.Tensor | None:
+        """As `take`, of a weight [e, ..., I] of which each matrix has some of the rows of [N, O] and
+        [N, I]. `slices` returns those of each."""
+        grad = grad.detach()
+
+        def products() -> torch.Tensor | None:
+            right, add = x(), getattr(weight, "add_products", None)
+            pairs = [(grad[rows].t(), right[rows]) for rows in slices()]
+            made = torch.stack([left @ right for left, right in pairs]) if add is None else add(pairs)
+            return made if made is None else made.view_as(weight)
+
+        if self.put_off is None:
+            return products()
+        assert hasattr(weight, "add_products")
+        self.put_off.append(products)
+        return None
+
+    def take_count(self, weight: torch.Tensor, count: torch.Tensor) -> torch.Tensor | None:
+        """As `take`, of a parameter whose gradient is a count: it is added in fp32, exactly."""
+        add = getattr(weight, "add_count", None)
+        if add is None:
+            return count.to(weight.dtype)
+        if self.put_off is None:
+            add(count)
+        else:
+            self.put_off.append(lambda: add(count))
+        return None
+
     def of_adapters(self, matrices: Sequence[torch.Tensor], halves: Sequence[Half],
                     hidden: Sequence[torch.Tensor],
                     x: Callable[[], torch.Tensor]) -> list[torch.Tensor | None]:

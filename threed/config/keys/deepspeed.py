@@ -369,7 +369,8 @@ ROWS = (
                          ("quantize_training*", "quantization"), ("eigenvalue*", "eigenvalues"),
                          ("elasticity*", "batch sizes that change with the ranks"),
                          ("hybrid_engine*", "inference engine"), ("compile*", "compilation of whole models"),
-                         ("expert_parallel*", "experts"))),
+                         ("expert_parallel*", "experts that are made of another model's MLPs: parallel.ep is "
+                                              "of model.family=moe"))),
 )
 
 

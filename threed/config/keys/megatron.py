@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from threed.config.keys import megatron_values as take
+from threed.config.keys.megatron_experts import KEYS as OF_EXPERTS
 from threed.config.keys.megatron_rest import WITHOUT_VALUE
 from threed.config.keys.table import NO_KEY, NOTHING, Framework, Given, Key
 
@@ -28,8 +29,6 @@ ROWS = (
     Key("sequence_parallel", "parallel.sequence_parallel=true", take.sequence_parallel),
     Key("no_scatter_gather_tensors_in_pipeline", "parallel.split_messages=off"),
     Key("context_parallel_size", NOTHING + "threed does not cut the sequence of attention", None, _ONE),
-    Key("expert_model_parallel_size", NOTHING + "threed has no experts", None, _ONE),
-    Key("expert_tensor_parallel_size", NOTHING + "threed has no experts", None, _ONE),
     # ZeRO
     Key("use_distributed_optimizer", "zero.stage=1", take.distributed),
     Key("use_megatron_fsdp", NO_KEY + "zero.stage alone says it"),
@@ -170,7 +169,7 @@ ROWS = (
     Key("activations_checkpoint_method", "activation.policy", take.older_recompute),
     Key("activations_checkpoint_granularity", "activation.policy", take.recompute),
     Key("activations_checkpoint_num_layers", NO_KEY + "activation.every, or parallel.layers_per_unit"),
-    *WITHOUT_VALUE,
+    *OF_EXPERTS, *WITHOUT_VALUE,
 )
 
 

@@ -288,12 +288,6 @@ def one_order(value: Any, _: Given) -> Any:
     raise Dropped("each source is shuffled by train.seed")
 
 
-def of_experts(value: Any, given: Given) -> Any:
-    if given.get("num_experts") in (None, 1, [1]):
-        raise Dropped("without --num-experts there are none")
-    raise Refused("threed has no experts")
-
-
 def rotary_alone(value: Any, given: Given) -> Any:
     if POSITIONS.get(given["position_embedding_type"]) != "rotary":
         raise Refused("threed has no model without positions: model.position is rotary or learned")

@@ -5,7 +5,7 @@
     Row("fp16.initial_scale_power", "precision.initial_loss_scale", f)    f(value, given) is taken
     Row("swiglu", "model.activation=swiglu")                              a switch: taken where it is on
     Row("contiguous_gradients", "no key: it is always so")                dropped, nothing is lost
-    Row("num_experts", "nothing like it: threed has no experts")          refused where it is on
+    Row("mtp_num_layers", "nothing like it: ...")                         refused where it is on
 
 After the key, a remark may follow in parentheses. A function may return a dict of keys and values instead of
 a value, and raise `Dropped` or `Refused` with the reason.

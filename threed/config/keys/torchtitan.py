@@ -21,7 +21,7 @@ ROWS = (
     Key("parallelism.pipeline_parallel_microbatch_size", "train.micro_batch_size"),
     Key("parallelism.fsdp_reshard_after_forward", "zero.residency (1 for always, step for never)"),
     Key("parallelism.context_parallel_degree", NOTHING + "threed does not cut the sequence of attention"),
-    Key("parallelism.expert_parallel_degree", NOTHING + "threed has no experts"),
+    Key("parallelism.expert_parallel_degree", "parallel.ep (with model.family=moe)"),
     Key("parallelism.enable_async_tensor_parallel", NO_KEY + "it overlaps under sequence parallelism"),
     Key("training.global_batch_size", "train.global_batch_size"),
     Key("training.local_batch_size", "train.micro_batch_size (without pipelines)"),

@@ -83,12 +83,14 @@ class TravelRun:
         if move.back:
             takes, gives = self._rows.pop(move.target)
             return gives, takes
-        gives, takes = known = [count().tolist() for count in counts]
-        for (name, _), each in zip(move.handed.trip.counts if move.handed.trip else (), known, strict=True):
-            if not isinstance(each, list) or len(each) != size or any(
-                    not isinstance(count, int) or count < 0 for count in each):
-                raise RunError(f"{self._who(move)} rows by the counts '{name}'={each}: they must be {size} "
-                               "whole numbers of at least 0, one a rank of the group")
+        known = []
+        for (name, _), count in zip(move.handed.trip.counts if move.handed.trip else (), counts, strict=True):
+            each = count().cpu()
+            if not each.dim() or len(each) != size or each.dtype != torch.int64 or (each < 0).any():
+                raise RunError(f"{self._who(move)} rows by the counts '{name}'={each.tolist()}: they must be "
+                               f"{size} whole numbers of at least 0, one a rank of the group")
+            known.append(each.reshape(size, -1).sum(1).tolist())
+        gives, takes = known
         if sum(gives) != rows:
             raise RunError(f"{self._who(move)} {rows} rows, and the counts for the ranks, {gives}, add up "
                            f"to {sum(gives)}")

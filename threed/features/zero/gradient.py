@@ -4,7 +4,7 @@ optimizer steps on the host, and stepped."""
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from functools import partial
 from typing import NamedTuple
@@ -111,8 +111,10 @@ class Gradient:
         # parameters of which the whole gradient has none yet
         self._unwritten = set(range(len(part.layout.placed)))
         for number, parameter in enumerate(parameters if part.unit.trains else ()):
-            products = partial(self._add_product, number)
-            parameter.add_product = products  # pyright: ignore[reportAttributeAccessIssue]
+            one, several = partial(self._add_product, number), partial(self._add_products, number)
+            parameter.add_product = one  # pyright: ignore[reportAttributeAccessIssue]
+            parameter.add_products = several  # pyright: ignore[reportAttributeAccessIssue]
+            parameter.add_count = partial(self._add, number)  # pyright: ignore[reportAttributeAccessIssue]
             # A weak reference, since Python cannot collect a reference cycle through a hook.
             hook = _hook(weakref.WeakMethod(self._add), number, storage.weight_grads)
             parameter.register_post_accumulate_grad_hook(hook)
@@ -150,6 +152,12 @@ class Gradient:
     def _add_product(self, number: int, left: torch.Tensor, right: torch.Tensor) -> None:
         """Add a product of matrices; where the device can, without an intermediate tensor."""
         add_product(*self.into(number), left, right)
+
+    def _add_products(self, number: int, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Add a product to each of the matrices of a parameter, [matrices, ..., columns]."""
+        into, written = self.into(number)
+        for matrix, (left, right) in zip(into.flatten(1, -2), pairs, strict=True):
+            add_product(matrix, written, left, right)
 
     def written(self) -> Iterable[torch.Tensor]:
         """The gradients added up so far, one per parameter that has one."""

@@ -21,6 +21,7 @@ from threed.optim import step as optimizer
 from threed.optim.base import Update, View
 from threed.optim.loss_scale import LossScaler
 from threed.optim.rate import learning_rate
+from threed.optim.registry import RULES
 from threed.program.buffers import Buffers
 from threed.program.instruction import Instruction, Op, Slot, Tier
 from threed.program.slots import Slots
@@ -197,7 +198,8 @@ class ZeroRun:
                 part, gradient = state.part, state.gradient.values
                 for segment in part.layout.segments_of(part.index):
                     # Copies that another rank counts are checked for overflows, too: they may differ.
-                    counted = state.writes and counts(segment.axes, here.on)
+                    counted = (state.writes and state.part.unit.optimizer not in RULES
+                               and counts(segment.axes, here.on))
                     numbers[0 if counted else 1].add_(squared_norm(part.range(gradient, segment)))
         if Slot("loss") in slots and self._speaks:
             numbers[3:] = slots.get(Slot("loss"))
@@ -254,9 +256,10 @@ class ZeroRun:
         """The parts of a unit's step; the new weights are written to `out`, too, if given."""
         part, master, buffers = state.part, state.optimizer_state.master, state.optimizer_state.buffers
         config = self.config.optimizer
+        mean = part.layout.placed[0].parameter.counted * self.config.tokens_per_step
         if part.unit.optimizer:
             config = replace(config, name=part.unit.optimizer)
-        return [(Update(config, self.lr, self.updates + 1, segment.decay, clipped.scale),
+        return [(Update(config, self.lr, self.updates + 1, segment.decay, clipped.scale, mean),
                  View(part.range(master, segment), part.range(gradient, segment),
                       {name: part.range(each, segment) for name, each in buffers.items()}),
                  part.range(out, segment) if out is not None else None) for segment in part.segments()]

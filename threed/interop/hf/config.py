@@ -14,12 +14,14 @@ from threed.base.errors import InputError
 from threed.interop.hf.names import FAMILIES, NEEDED, HFFamily
 from threed.interop.hf.places import CONFIG
 from threed.models.families.registry import family_of as family_of_ours
+from threed.models.layers.experts import ExpertsConfig
 from threed.models.model import parameters
 from threed.schema import ModelConfig
 
 LONGEST = 4096  # model.seq_len of an import, where the model allows longer sequences
 # What a key of ours is where it is null.
-_RESOLVED = {"kv_heads": "num_kv_heads", "ffn_hidden": "num_ffn_hidden", "head_dim": "head_size"}
+_RESOLVED = {"kv_heads": "num_kv_heads", "ffn_hidden": "num_ffn_hidden", "head_dim": "head_size",
+             "expert_ffn_hidden": "inner"}
 _ACTIVATIONS = ("activation_function", "hidden_act")  # keys that model.activation answers
 _ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings",
          "partial_rotary_factor")
@@ -55,7 +57,7 @@ def values_of(family: HFFamily, config: Mapping[str, Any], where: Path,
     which lists all that threed does not have."""
     values, problems, given = dict(family.fixed), [], given or {}
     for key in family.keys:
-        value = config.get(key.theirs, key.default)
+        value = key.of(config)
         if key.ours in given and not _is_number(value, key.default):
             value = given[key.ours]
         if value is NEEDED or (value is None and key.default is not None):
@@ -65,6 +67,8 @@ def values_of(family: HFFamily, config: Mapping[str, Any], where: Path,
         values[key.ours] = value
     if problems:
         raise _refusal(where, problems)
+    if family.shared:
+        values["shared_expert_ffn"] = (config.get(family.shared) or 0) * values["expert_ffn_hidden"]
     for key, allowed in family.only.items():
         if (value := config.get(key, allowed[0])) not in allowed and not (
                 key in _ACTIVATIONS and "activation" in given):
@@ -83,8 +87,9 @@ def values_of(family: HFFamily, config: Mapping[str, Any], where: Path,
     values["seq_len"], notes, wrong = _seq_len(family, config, values, given.get("seq_len"))
     if problems := [*problems, *wrong]:
         raise _refusal(where, problems)
-    known = {*_IGNORED, *_ROPE, *family.other, *family.only, family.longest, "quantization_config",
-             *(key.theirs for key in family.keys)}
+    known = {*_IGNORED, *_ROPE, *family.other, *family.only, family.longest, family.shared,
+             "quantization_config",
+             *(name for key in family.keys for name in (key.theirs, key.also))}
     if strange := [key for key in config if key not in known and not key.startswith("summary_")]:
         notes.append(f"{where} has keys that threed does not know, and does not follow: {', '.join(strange)}")
     return values, notes
@@ -174,11 +179,12 @@ def _seq_len(family: HFFamily, config: Mapping[str, Any], values: Mapping[str, A
 def _window(family: HFFamily, config: Mapping[str, Any], layers: int) -> int | None:
     """Tokens that a layer with a sliding window sees; None where no layer has one."""
     window, kinds = config.get("sliding_window"), config.get("layer_types")
-    if window is None or not config.get("use_sliding_window", family.model_type == "mistral"):
+    always = family.model_type in ("mistral", "mixtral")
+    if window is None or not config.get("use_sliding_window", always):
         return None
     if isinstance(kinds, list):
         return window if any(kind != "full_attention" for kind in kinds) else None
-    return window if family.model_type == "mistral" or config.get("max_window_layers", 0) < layers else None
+    return window if always or config.get("max_window_layers", 0) < layers else None
 
 
 # ---------------------------------------------------------------- out
@@ -191,9 +197,16 @@ def model_of(values: Mapping[str, Any]) -> ModelConfig:
 
 def unfit(family: HFFamily, model: ModelConfig) -> list[str]:
     """Why a family cannot hold a model; empty if it can."""
-    problems = [f"model.{key}={mine}" for key, value in family.fixed.items()
-                if key not in ("family", "qkv_bias", "kv_heads", "head_dim", "dropout")
-                and (mine := getattr(model, key)) != value]
+    told = {key.ours for key in family.keys}
+    problems = [f"model.{key}={mine}" for key, value in family.fixed.items() if key not in told
+                and key not in ("family", "qkv_bias", "kv_heads", "head_dim", "dropout", "balance")
+                and not (key == "shared_expert_ffn" and family.shared)
+                and (mine := getattr(model, key, value)) != value]
+    problems += [f"model.family={model.family}"] * (
+        isinstance(model, ExpertsConfig) != (family.fixed["family"] == "moe"))
+    if isinstance(model, ExpertsConfig) and family.shared and model.shared_expert_ffn % model.inner:
+        problems.append(f"model.shared_expert_ffn={model.shared_expert_ffn}, no multiple of an expert's "
+                        f"{model.inner}")
     has, needed = ({row.ours: None for row in family.rows(model)},
                    {each.name: None for each in parameters(model)})
     problems += [f"parameter {name}" for name in [each for each in needed if each not in has][:1]]
@@ -252,7 +265,7 @@ def written(family: HFFamily, model: ModelConfig, kept: Mapping[str, Any] | None
 def _answered(family: HFFamily, kept: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
     """Keys for which `kept` has nothing that threed takes, so that a person has given it, as they are now."""
     found = {key.theirs: now[key.theirs] for key in family.keys
-             if ((value := kept.get(key.theirs, key.default)) is not key.default
+             if ((value := key.of(kept)) is not key.default
              and not _is_number(value, key.default)) or value is NEEDED}
     found |= {key: allowed[0] for key, allowed in family.only.items()
               if kept.get(key, allowed[0]) not in allowed}
@@ -264,6 +277,8 @@ def _answered(family: HFFamily, kept: Mapping[str, Any], now: Mapping[str, Any])
 def _keys_of(family: HFFamily, model: ModelConfig) -> dict[str, Any]:
     """Keys of theirs that a model of ours gives."""
     keys = {key.theirs: getattr(model, _RESOLVED.get(key.ours, key.ours)) for key in family.keys}
+    if family.shared and isinstance(model, ExpertsConfig):
+        keys[family.shared] = model.shared_expert_ffn // model.inner
     if family.model_type == "gpt2":
         return {**keys, "embd_pdrop": model.dropout}
     scaling = None

@@ -1,8 +1,9 @@
 """The families of transformers that threed knows, one table each, which both directions read.
 
 A row of `weights` names a parameter of ours, their tensors, and the view of ours that these are; `{i}`
-stands for a block's number. A row of `keys` names a key of config.json, the key of ours, and what
-transformers takes where config.json does not have it. To add a family is to add a table.
+stands for a block's number, `{x}` for that of an expert, each of which has tensors of its own. A row of
+`keys` names a key of config.json, the key of ours, and what transformers takes where config.json does not
+have it. To add a family is to add a table.
 """
 
 from __future__ import annotations
@@ -11,7 +12,18 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from threed.interop.hf.slices import View, by_group, by_kind, gate_and_up, same, transposed, vocabulary
+from threed.interop.hf.slices import (
+    View,
+    by_group,
+    by_kind,
+    experts_down,
+    experts_up,
+    gate_and_up,
+    same,
+    transposed,
+    vocabulary,
+)
+from threed.models.layers.experts import ExpertsConfig
 from threed.schema import ModelConfig
 
 NEEDED = object()  # a key without a default
@@ -22,16 +34,29 @@ class TensorRow(NamedTuple):
     theirs: tuple[str, ...]
     view: View = same
 
-    def of(self, block: int) -> TensorRow:
-        index = str(block)
+    def of(self, block: int, model: ModelConfig) -> TensorRow:
+        index, several = str(block), any("{x}" in each for each in self.theirs)
+        numbers = range(getattr(model, "experts", 1) if several else 1)
         return TensorRow(self.ours.replace("{i}", index),
-                         tuple(each.replace("{i}", index) for each in self.theirs), self.view)
+                         tuple(each.replace("{i}", index).replace("{x}", str(expert))
+                               for expert in numbers for each in self.theirs), self.view)
+
+    def is_in(self, block: int, model: ModelConfig) -> bool:
+        """Whether a block has it: those with experts have no MLP besides."""
+        with_experts = isinstance(model, ExpertsConfig) and model.has_experts(block)
+        part = self.ours.split(".")[2] if "{i}" in self.ours else ""
+        return with_experts if part in ("experts", "router", "shared") else part != "mlp" or not with_experts
 
 
 class HfKey(NamedTuple):
     theirs: str
     ours: str
     default: Any = NEEDED
+    also: str = ""  # another name of it in some files
+
+    def of(self, config: Mapping[str, Any]) -> Any:
+        """Its value in a config.json, or its default."""
+        return config.get(self.theirs, config.get(self.also, self.default))
 
 
 @dataclass(frozen=True)
@@ -49,12 +74,13 @@ class HFFamily:
     dropped: tuple[str, ...] = ()  # ends of names of tensors that are no weights
     heads: int | None = None  # their head_dim where config.json has none; None: hidden / heads
     other: tuple[str, ...] = field(default=())  # keys that do not change what a model computes here
+    shared: str = ""  # their key of how many experts, each as large as another, compute all tokens
 
     def rows(self, model: ModelConfig) -> Iterator[TensorRow]:
         """The rows of all parameters that a model of ours may have."""
         for row in self.weights:
             if "{i}" in row.ours:
-                yield from (row.of(block) for block in range(model.layers))
+                yield from (row.of(block, model) for block in range(model.layers) if row.is_in(block, model))
             else:
                 yield row
 
@@ -146,5 +172,56 @@ _QWEN3 = HFFamily(
     _LLAMA_KEYS, {**_LLAMA_FIXED, "qk_norm": True}, {**_LLAMA_ONLY, "attention_bias": (False,)}, "model.",
     heads=128, other=_WINDOWS)
 
+# ---------------------------------------------------------------- mixtures of experts
+
+
+def _of_experts(router: str, expert: str, gate: str, up: str, down: str) -> tuple[TensorRow, ...]:
+    layer = "model.layers.{i}."
+    return (TensorRow("blocks.{i}.router.weight", (f"{layer}{router}.weight",)),
+            TensorRow("blocks.{i}.experts.up", (f"{layer}{expert}.{{x}}.{gate}.weight",
+                                                f"{layer}{expert}.{{x}}.{up}.weight"), experts_up),
+            TensorRow("blocks.{i}.experts.down", (f"{layer}{expert}.{{x}}.{down}.weight",), experts_down))
+
+
+_QWEN3_NORMS = _QWEN3.weights[len(_LLAMA_WEIGHTS):]
+_EXPERTS_FIXED = {**_LLAMA_FIXED, "family": "moe", "router_score": "softmax", "normalize_top_k": True,
+                  "routed_scale": 1.0, "expert_groups": 1, "groups_per_token": 1, "shared_expert_ffn": 0,
+                  "first_dense": 0, "moe_every": 1}
+_IN_TRAINING = ("router_aux_loss_coef", "router_jitter_noise", "output_router_logits", "aux_loss_alpha",
+                "seq_aux")
+_QWEN3_NAMES = _of_experts("mlp.gate", "mlp.experts", "gate_proj", "up_proj", "down_proj")
+
+_MIXTRAL = HFFamily(
+    "mixtral", "MixtralForCausalLM",
+    (*_LLAMA_WEIGHTS, *_of_experts("block_sparse_moe.gate", "block_sparse_moe.experts", "w1", "w3", "w2")),
+    (*_LLAMA_KEYS, HfKey("num_local_experts", "experts", 8),
+     HfKey("num_experts_per_tok", "experts_per_token", 2)),
+    {**_EXPERTS_FIXED, "balance": "sequence"}, _LLAMA_ONLY, "model.", other=(*_WINDOWS, *_IN_TRAINING))
+_QWEN3_MOE = HFFamily(
+    "qwen3_moe", "Qwen3MoeForCausalLM", (*_LLAMA_WEIGHTS, *_QWEN3_NORMS, *_QWEN3_NAMES),
+    (*_LLAMA_KEYS, HfKey("num_experts", "experts", 128, "num_local_experts"),
+     HfKey("num_experts_per_tok", "experts_per_token", 8),
+     HfKey("moe_intermediate_size", "expert_ffn_hidden", 768),
+     HfKey("norm_topk_prob", "normalize_top_k", False)),
+    {**_EXPERTS_FIXED, "qk_norm": True, "balance": "sequence"},
+    {**_LLAMA_ONLY, "attention_bias": (False,), "decoder_sparse_step": (1,), "mlp_only_layers": ([], None)},
+    "model.", other=(*_WINDOWS, *_IN_TRAINING))
+_DOTS1 = HFFamily(
+    "dots1", "Dots1ForCausalLM",
+    (*_LLAMA_WEIGHTS, *_QWEN3_NORMS, *_QWEN3_NAMES,
+     TensorRow("blocks.{i}.router.bias", ("model.layers.{i}.mlp.gate.e_score_correction_bias",)),
+     TensorRow("blocks.{i}.shared.up.weight", ("model.layers.{i}.mlp.shared_experts.gate_proj.weight",
+                                               "model.layers.{i}.mlp.shared_experts.up_proj.weight"),
+               gate_and_up),
+     TensorRow("blocks.{i}.shared.down.weight", ("model.layers.{i}.mlp.shared_experts.down_proj.weight",))),
+    (*_LLAMA_KEYS, HfKey("n_routed_experts", "experts"), HfKey("num_experts_per_tok", "experts_per_token"),
+     HfKey("moe_intermediate_size", "expert_ffn_hidden"), HfKey("norm_topk_prob", "normalize_top_k", False),
+     HfKey("routed_scaling_factor", "routed_scale", 1.0), HfKey("first_k_dense_replace", "first_dense", 0)),
+    {**_EXPERTS_FIXED, "qk_norm": True, "router_score": "sigmoid", "balance": "bias"},
+    {**_LLAMA_ONLY, "attention_bias": (False,), "n_group": (1,), "topk_group": (1,)}, "model.",
+    other=(*_WINDOWS, *_IN_TRAINING, "moe_layer_freq", "scoring_func", "topk_method"),
+    shared="n_shared_experts")
+
 # The first that can hold a model is what a run is exported as.
-FAMILIES = {each.model_type: each for each in (_GPT2, _LLAMA, _MISTRAL, _QWEN2, _QWEN3)}
+FAMILIES = {each.model_type: each for each in (_GPT2, _LLAMA, _MISTRAL, _QWEN2, _QWEN3, _MIXTRAL, _QWEN3_MOE,
+                                               _DOTS1)}

@@ -1,0 +1,123 @@
+"""What Megatron-LM's options of experts are here. Without --num-experts they have no effect."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from threed.config.keys.table import NO_KEY, NOTHING, Dropped, Given, Key, Refused
+
+_ONE, _NONE = (1,), (None, 1, [1])
+# How one backend or another does what threed does in one way
+_WAYS = """
+    moe_grouped_gemm moe_use_legacy_grouped_gemm moe_permute_fusion moe_router_fusion
+    moe_token_dispatcher_type moe_enable_deepep moe_flex_dispatcher_backend moe_deepep_num_sms
+    moe_hybridep_num_sms moe_per_layer_logging moe_router_dtype moe_shared_expert_overlap
+    moe_token_drop_policy moe_pad_expert_input_to_capacity moe_router_padding_for_fp8
+    moe_router_padding_for_quantization create_moe_param_group
+"""
+
+
+def with_experts(take: Callable[[Any, Given], Any] = lambda value, _: value) -> Callable[[Any, Given], Any]:
+    """The same, where a model has experts."""
+    def taken(value: Any, given: Given) -> Any:
+        if given.get("num_experts") in _NONE:
+            raise Dropped("without --num-experts there are none")
+        return take(value, given)
+
+    return taken
+
+
+def _experts(value: Any, given: Given) -> dict[str, Any]:
+    """With what is Megatron-LM's default, and not that of the family."""
+    norm = "rmsnorm" if given.get("normalization") == "RMSNorm" else "layernorm"
+    return {"model.family": "moe", "model.experts": value[0] if isinstance(value, list) else value,
+            "model.norm": norm, "model.activation": "swiglu" if given.get("swiglu") else "gelu",
+            "model.bias": not given.get("disable_bias_linear"),
+            "model.tie_embeddings": not given.get("untie_embeddings_and_output_weights")}
+
+
+def _frequency(value: Any, _: Given) -> int:
+    value = _single(value, {})
+    if not str(value).isdecimal():
+        raise Refused("threed has model.moe_every and model.first_dense, and no list of blocks with experts")
+    return int(value)
+
+
+def _score(value: Any, given: Given) -> dict[str, Any]:
+    """(It does not normalize the one sigmoid of a token.)"""
+    if value not in ("softmax", "sigmoid"):
+        raise Refused(f"threed has no router's score like {value}")
+    alone = value == "sigmoid" and given.get("moe_router_topk") == 1
+    return {"model.router_score": value, **({"model.normalize_top_k": False} if alone else {})}
+
+
+def _before_softmax(_: Any, given: Given) -> bool:
+    if given.get("moe_router_score_function", "softmax") != "softmax":
+        raise Dropped("it is about softmax")
+    return False
+
+
+def _single(value: Any, _: Given) -> Any:
+    return value[0] if isinstance(value, list) and len(value) == 1 else value
+
+
+def _balance(value: Any, given: Given) -> Any:
+    kind = _single(value, given)
+    if kind == "none":
+        raise Dropped("there is none, then")
+    if kind == "sinkhorn":
+        raise Refused("threed has no routing by sinkhorn")
+    coefficients = given.get("moe_aux_loss_coeff")
+    if not any(coefficients if isinstance(coefficients, list) else [coefficients]):
+        raise Dropped("without --moe-aux-loss-coeff it has no effect")
+    if kind != "seq_aux_loss":
+        raise Refused(f"{kind} is of micro-batches or of all ranks; threed's auxiliary loss is of each "
+                      "sequence: seq_aux_loss")
+    if given.get("moe_router_enable_expert_bias"):
+        raise Refused("threed has one of them: an auxiliary loss, or a bias")
+    return "sequence"
+
+
+def _weight(value: Any, given: Given) -> Any:
+    """aux_loss is Megatron-LM's default."""
+    if not any(value if isinstance(value, list) else [value]):
+        raise Dropped("without a weight there is no auxiliary loss")
+    kind = given.get("moe_router_load_balancing_type", "aux_loss")
+    if _single(kind, given) != "seq_aux_loss":
+        raise Refused(f"{kind} is not of each sequence, as threed's auxiliary loss is: seq_aux_loss")
+    return _single(value, given)
+
+
+def _refused(why: str) -> Callable[[Any, Given], Any]:
+    def take(_: Any, __: Given) -> Any:
+        raise Refused(why)
+
+    return with_experts(take)
+
+
+KEYS = (
+    Key("num_experts", "model.experts (with model.family=moe)", _experts, _NONE),
+    Key("expert_model_parallel_size", "parallel.ep", with_experts(), _ONE),
+    Key("expert_tensor_parallel_size", NOTHING + "threed does not cut an expert over tp", None, _ONE),
+    Key("moe_router_topk", "model.experts_per_token", with_experts()),
+    Key("moe_ffn_hidden_size", "model.expert_ffn_hidden", with_experts()),
+    Key("moe_layer_freq", "model.moe_every", with_experts(_frequency)),
+    Key("moe_shared_expert_intermediate_size", "model.shared_expert_ffn", with_experts()),
+    Key("moe_router_score_function", "model.router_score", with_experts(_score)),
+    Key("moe_router_pre_softmax", "model.normalize_top_k=false", with_experts(_before_softmax)),
+    Key("moe_router_topk_scaling_factor", "model.routed_scale", with_experts()),
+    Key("moe_router_num_groups", "model.expert_groups", with_experts()),
+    Key("moe_router_group_topk", "model.groups_per_token", with_experts()),
+    Key("moe_router_enable_expert_bias", "model.balance=bias", with_experts(lambda *_: "bias")),
+    Key("moe_router_bias_update_rate", "optimizer.balance_rate", with_experts()),
+    Key("moe_router_load_balancing_type", "model.balance (seq_aux_loss is sequence)", with_experts(_balance)),
+    Key("moe_aux_loss_coeff", "model.balance_weight", with_experts(_weight)),
+    Key("moe_z_loss_coeff", "model.z_loss", with_experts()),
+    Key("moe_router_force_load_balancing", "model.moe_route=balanced", with_experts(lambda *_: "balanced")),
+    Key("moe_expert_capacity_factor", NOTHING + "threed drops no token",
+        _refused("threed drops no token: every row is computed")),
+    Key("moe_layer_recompute", NO_KEY + "activation.policy says what is computed again"),
+    *(Key(name, NO_KEY + "threed has one way to do it") for name in _WAYS.split()),
+    Key("moe_*", NOTHING + "threed has no such setting of experts", _refused("threed has no such setting")),
+)

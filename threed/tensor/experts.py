@@ -1,0 +1,307 @@
+"""Mixture of experts: the choice of experts, rows of tokens in their order, and products of each expert.
+
+Shapes: T tokens of this rank in a micro-batch, k experts a token, E experts, e those of this rank, N rows
+that came to it, D hidden, F hidden layer of an expert.
+
+    picks [T, k]    rows [T k], sorted by expert: row j is of token order[j] // k
+
+A row travels with its weight in the sum, in fp32 (`pack`): applied where the row is computed, it leaves a
+plain sum for the way back, whose gradient is a copy.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensor
+
+from threed.devices import device_of
+from threed.tensor.adapters import again
+from threed.tensor.layers import WeightGrads
+
+EXTRA = 16  # bytes of a row behind its numbers: its weight, and what keeps rows on a multiple of 16 bytes
+
+
+class _Router(torch.autograd.Function):
+    """Logits [T, E] in fp32, of x [T, D] and the weight [E, D] as compute reads them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, grads: WeightGrads):
+        ctx.save_for_backward(x, weight)
+        ctx.weight, ctx.grads = weight, grads
+        return x.float() @ weight.float().t()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor):
+        x, weight = ctx.saved_tensors
+        grad_x = (grads[0] @ weight.float()).to(x.dtype)
+        taken = ctx.grads.take(ctx.weight, grads[0], lambda: x.float()) if ctx.needs_input_grad[1] else None
+        return grad_x, taken if taken is None else taken.to(weight.dtype), None
+
+
+def logits(x: torch.Tensor, weight: torch.Tensor, grads: WeightGrads) -> torch.Tensor:
+    return _Router.apply(x, weight, grads)  # pyright: ignore[reportReturnType]
+
+
+def scores_of(logits_TE: torch.Tensor, how: str) -> torch.Tensor:
+    return logits_TE.softmax(-1) if how == "softmax" else logits_TE.sigmoid()
+
+
+class _Counted(torch.autograd.Function):
+    """The weights of rows, unchanged. Backward gives the bias [E], which has no part in them, the rows of
+    each expert as its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, weights_Tk: torch.Tensor, bias: torch.Tensor, picks_Tk: torch.Tensor,
+                grads: WeightGrads):
+        ctx.bias, ctx.picks, ctx.grads = bias, picks_Tk, grads
+        return weights_Tk.view_as(weights_Tk)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor):
+        rows = count(ctx.picks, len(ctx.bias)).float()
+        return grads[0], ctx.grads.take_count(ctx.bias, rows), None, None
+
+
+def counted(weights_Tk: torch.Tensor, bias_E: torch.Tensor, picks_Tk: torch.Tensor,
+            grads: WeightGrads) -> torch.Tensor:
+    return _Counted.apply(weights_Tk, bias_E, picks_Tk, grads)  # pyright: ignore[reportReturnType]
+
+
+def choose(scores_TE: torch.Tensor, per_token: int, groups: int = 1, groups_per_token: int = 1,
+           bias_E: torch.Tensor | None = None) -> torch.Tensor:
+    """The experts of each token, [T, k], the best first. `bias_E` is added to the scores for this alone.
+
+    With groups (DeepSeek-V3), only those of the best `groups_per_token` groups of neighbouring experts can be
+    chosen: a group is as good as the sum of as many of its scores as it may have experts of a token. Among
+    equal scores the lower number wins, on every device."""
+    scores = scores_TE.detach() if bias_E is None else scores_TE.detach() + bias_E.float()
+    if groups > 1:
+        grouped = scores.view(len(scores), groups, -1)
+        best = grouped.topk(per_token // groups_per_token, -1).values.sum(-1)
+        first = best.argsort(dim=-1, descending=True, stable=True)[:, :groups_per_token]
+        outside = torch.ones_like(best, dtype=torch.bool).scatter_(1, first, False)
+        scores = grouped.masked_fill(outside.unsqueeze(-1), -torch.inf).flatten(1)
+    return scores.argsort(dim=-1, descending=True, stable=True)[:, :per_token].contiguous()
+
+
+def balanced(places_T: torch.Tensor, per_token: int, experts: int) -> torch.Tensor:
+    """Choices that give each expert as many rows: choice j of the token at place t of its sequence is expert
+    (t k + j) mod E."""
+    return (places_T.unsqueeze(1) * per_token + torch.arange(per_token, device=places_T.device)) % experts
+
+
+def count(picks_Tk: torch.Tensor, experts: int) -> torch.Tensor:
+    """The rows of each expert, [E], int64."""
+    flat = picks_Tk.flatten()
+    return flat.new_zeros(experts).scatter_add_(0, flat, torch.ones_like(flat))
+
+
+def weights_of(scores_TE: torch.Tensor, picks_Tk: torch.Tensor, normalize: bool,
+               scale: float) -> torch.Tensor:
+    """The weights of a token's experts in its sum, [T, k], fp32."""
+    weights = scores_TE.gather(1, picks_Tk)
+    if normalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return weights * scale
+
+
+# ---------------------------------------------------------------- rows
+
+
+class RowOrder(NamedTuple):
+    """The order of rows by expert."""
+
+    rows: torch.Tensor  # row -> its place in picks, flattened
+    places: torch.Tensor  # the inverse
+
+    @classmethod
+    def of(cls, keys: torch.Tensor) -> RowOrder:
+        """Of keys [N], equal ones in the order in which they are."""
+        rows = keys.argsort(stable=True)
+        places = torch.arange(len(rows), device=rows.device)
+        return cls(rows, torch.empty_like(rows).scatter_(0, rows, places))
+
+
+class _Repeated(torch.autograd.Function):
+    """x [T, D] -> the rows of its tokens, [T k, D], in an order."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, rows: torch.Tensor, places: torch.Tensor, times: int):
+        ctx.save_for_backward(places)
+        ctx.times = times
+        return x[rows // times]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor):
+        return _sum(grads[0], ctx.saved_tensors[0], ctx.times), None, None, None
+
+
+class _Summed(torch.autograd.Function):
+    """Rows [T k, D] -> the sum of each token's, [T, D]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, rows: torch.Tensor, places: torch.Tensor, times: int):
+        ctx.save_for_backward(rows)
+        ctx.times = times
+        return _sum(x, places, times)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor):
+        return grads[0][ctx.saved_tensors[0] // ctx.times], None, None, None
+
+
+def _sum(x: torch.Tensor, places: torch.Tensor, times: int) -> torch.Tensor:
+    return x[places].view(-1, times, x.shape[-1]).sum(1)
+
+
+def repeated(x_TD: torch.Tensor, order: RowOrder, times: int) -> torch.Tensor:
+    return _Repeated.apply(x_TD, *order, times)  # pyright: ignore[reportReturnType]
+
+
+def summed(x_ND: torch.Tensor, order: RowOrder, times: int) -> torch.Tensor:
+    return _Summed.apply(x_ND, *order, times)  # pyright: ignore[reportReturnType]
+
+
+class _Packed(torch.autograd.Function):
+    """Rows [N, D] and their weights [N] in fp32 -> [N, D + EXTRA bytes], in the dtype of the rows. What comes
+    back as its gradient is packed likewise: bits, not numbers to compute with."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, weights: torch.Tensor):
+        return _pack(rows, weights)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor):
+        rows, weights = _unpack(grads[0])
+        return rows.contiguous(), weights.clone()
+
+
+def pack(rows_ND: torch.Tensor, weights_N: torch.Tensor) -> torch.Tensor:
+    return _Packed.apply(rows_ND, weights_N)  # pyright: ignore[reportReturnType]
+
+
+def _pack(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    packed = rows.new_zeros(len(rows), rows.shape[1] + EXTRA // rows.itemsize)
+    packed[:, :rows.shape[1]] = rows
+    packed[:, rows.shape[1]:].view(torch.float32)[:, 0] = weights
+    return packed
+
+
+def _unpack(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    width = packed.shape[1] - EXTRA // packed.itemsize
+    return packed[:, :width], packed[:, width:].view(torch.float32)[:, 0]
+
+
+# ---------------------------------------------------------------- products
+
+
+class Groups(NamedTuple):
+    """How many of N rows, which are in the order of the experts, belong to each."""
+
+    counts: torch.Tensor  # [e], int64
+    rows: int
+
+    def slices(self) -> list[slice]:
+        """Those of each expert. On a GPU the host waits for the counts."""
+        if isinstance(self.counts, FakeTensor):  # without values: as many for each
+            counts = [self.rows // len(self.counts)] * len(self.counts)
+            counts[-1] += self.rows - sum(counts)
+        else:
+            counts = self.counts.tolist()
+        ends = [sum(counts[:at]) for at in range(len(counts) + 1)]
+        return [slice(first, stop) for first, stop in zip(ends, ends[1:], strict=False)]
+
+    def ends(self) -> torch.Tensor:
+        return self.counts.cumsum(0).to(torch.int32)
+
+
+def _product(x: torch.Tensor, matrices: torch.Tensor, groups: Groups) -> torch.Tensor:
+    """Each expert's rows times its matrix: [N, I], [e, I, O] -> [N, O]."""
+    if by_one_kernel(x, matrices):
+        return F.grouped_mm(x, matrices, offs=groups.ends())
+    out = x.new_empty(len(x), matrices.shape[2])
+    for rows, matrix in zip(groups.slices(), matrices, strict=True):
+        torch.mm(x[rows], matrix, out=out[rows])
+    return out
+
+
+def by_one_kernel(x: torch.Tensor, matrices: torch.Tensor) -> bool:
+    """Whether torch has a kernel for all experts: on a GPU, in bf16, with strides of a multiple of 16 bytes.
+    (Rows behind the last end would stay uninitialised: there are none.)"""
+    return (device_of(x.device).grouped_mm and x.dtype == torch.bfloat16 and hasattr(F, "grouped_mm")
+            and not any(size * x.itemsize % 16 for size in matrices.shape[1:]))
+
+
+# ---------------------------------------------------------------- computation
+
+
+class _Experts(torch.autograd.Function):
+    """Packed rows [N, D + EXTRA bytes] -> [N, D]: those of each expert times its matrices [2, F, D] (gate and
+    up) and [D, F], around SwiGLU, times the row's weight. It keeps what the first product gives: all behind
+    it is computed again. An expert without rows has a gradient of zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, packed: torch.Tensor, up: torch.Tensor, down: torch.Tensor, order: RowOrder | None,
+                groups: Groups, grads: WeightGrads):
+        ctx.matrices, ctx.order, ctx.groups, ctx.grads = (up, down), order, groups, grads
+        rows, weights = _sorted(packed, order)
+        opened = _product(rows, up.flatten(1, 2).transpose(1, 2), groups)
+        ctx.save_for_backward(packed, opened, up, down)
+        answers = _product(_Inner.of(opened, weights).scaled, down.transpose(1, 2), groups)
+        return answers if order is None else answers[order.places]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor):
+        packed, opened, up, down = ctx.saved_tensors
+        order, groups, packed = ctx.order, ctx.groups, packed.detach()
+        grad = grads[0] if order is None else grads[0][order.rows]
+        inner = _Inner.of(opened, _sorted(packed, order)[1])
+        grad_opened, grad_weights = inner.backward(_product(grad, down, groups))
+        operands = (grad_opened, lambda: _sorted(packed, order)[0]), (grad, again(inner.scaled))
+        taken = [ctx.grads.take_grouped(matrix, *of, groups.slices) if matrix.requires_grad else None
+                 for matrix, of in zip(ctx.matrices, operands, strict=True)]
+        back = _pack(_product(grad_opened, up.flatten(1, 2), groups), grad_weights)
+        return back if order is None else back[order.places], *taken, None, None, None
+
+
+class _Inner(NamedTuple):
+    """SwiGLU between the products, in fp32, times the weights of rows."""
+
+    gate: torch.Tensor
+    up: torch.Tensor
+    weights: torch.Tensor  # [N, 1]
+    scaled: torch.Tensor  # [N, F], in the dtype of compute
+
+    @classmethod
+    def of(cls, opened: torch.Tensor, weights: torch.Tensor) -> _Inner:
+        gate, up = opened.float().chunk(2, -1)
+        weights = weights.unsqueeze(-1)
+        return cls(gate, up, weights, (F.silu(gate) * up * weights).to(opened.dtype))
+
+    def backward(self, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Gradients of what the first product gave, and of the weights."""
+        wide, sigmoid = grad.float(), self.gate.sigmoid()
+        silu = self.gate * sigmoid
+        grad_weights = (wide * silu * self.up).sum(-1)
+        wide = wide * self.weights
+        grad_gate = wide * self.up * sigmoid * (1 + self.gate * (1 - sigmoid))
+        return torch.cat([grad_gate, wide * silu], -1).to(grad.dtype), grad_weights
+
+
+def _sorted(packed: torch.Tensor, order: RowOrder | None) -> tuple[torch.Tensor, torch.Tensor]:
+    return _unpack(packed if order is None else packed[order.rows])
+
+
+def compute(packed: torch.Tensor, counts_re: torch.Tensor, up: torch.Tensor, down: torch.Tensor,
+            grads: WeightGrads) -> torch.Tensor:
+    """Rows that came from r ranks, `counts_re` for each expert from each rank -> what goes back."""
+    ranks, experts = counts_re.shape
+    order = None
+    if ranks > 1 and experts > 1:
+        numbers = torch.arange(experts, device=counts_re.device).repeat(ranks)
+        order = RowOrder.of(numbers.repeat_interleave(counts_re.flatten(), output_size=len(packed)))
+    groups = Groups(counts_re.sum(0), len(packed))
+    return _Experts.apply(packed, up, down, order, groups, grads)  # pyright: ignore[reportReturnType]

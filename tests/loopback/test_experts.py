@@ -108,7 +108,7 @@ def test_16_bits(dtype, more, references, monkeypatch):
         def choice(self: Routes, scores: torch.Tensor, batch: Batch) -> torch.Tensor:
             first, length = self.context.sequence()
             mine = [picks[self.name, sample][first:first + length] for sample in batch.samples_B.tolist()]
-            return torch.stack(mine, 1).flatten(0, 1)
+            return torch.stack(mine, 1).flatten(0, 1).to(scores.device)
 
         monkeypatch.setattr(Routes, "_choice", choice)
         return loopback(config, steps)

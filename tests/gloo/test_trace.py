@@ -228,7 +228,7 @@ def test_measured_beside_predicted(traced):
         assert waited == pytest.approx(sum(wait.wait_s for wait in trace.waits), rel=0.01, abs=1e-5)
     assert found.spent is not None
     for position, row in enumerate(found.spent):
-        for cause in CAUSES:
+        for cause in (each for each in CAUSES if each != "ep_wait"):
             mean = sum(each[f"time/{cause}/{position}"] for each in rows[1:]) / (len(rows) - 1)
             assert row[cause] == pytest.approx(mean)
     assert len(timelines.compute_lanes(found).layout.annotations) == 2  # a title above each panel

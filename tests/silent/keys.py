@@ -144,6 +144,7 @@ def outputs(folder: Path, *common: str) -> dict[str, tuple[Any, Any]]:
 Row = tuple[Callable[[Config, Path], Any], list[str], Any]
 PP, DP, TP = ["parallel.pp=2"], ["parallel.dp=2"], ["parallel.tp=2"]
 FULL = ["activation.policy=full"]
+EXPERTS = ["model.family=moe", "model.ffn_hidden=24"]
 INTERLEAVED = [*PP, "parallel.schedule=interleaved", "parallel.virtual_stages=2"]
 LINEAR, WSD = ["optimizer.schedule=linear"], ["optimizer.schedule=wsd"]
 LORA = ["model.lora_rank=2", "model.lora_alpha=2"]
@@ -191,6 +192,7 @@ KEYS: dict[str, Row | str] = {
     "parallel.virtual_stages": (plan, INTERLEAVED, 3),
     "parallel.activation_limit": "tests/plan/test_auto.py::test_auto_in_a_plan",
     "parallel.sequence_parallel": (plan, TP, True),
+    "parallel.ep": (plan, [*EXPERTS, *DP], 2),
     "parallel.split_messages": (plan, [*PP, *TP], "on"),
     "parallel.axis_order": (plan, [*DP, *TP], "tp-dp-pp"),
     "parallel.layers_per_unit": (plan, [], 2),
@@ -217,6 +219,7 @@ KEYS: dict[str, Row | str] = {
     "optimizer.eps": (numbers, [], 1e-3),
     "optimizer.weight_decay": (numbers, [], 0.5),
     "optimizer.clip_grad": (numbers, [], 0.1),
+    "optimizer.balance_rate": (numbers, [*EXPERTS, "model.balance=bias"], 1.0),
     "optimizer.warmup_steps": (numbers, [], 3),
     "optimizer.decay_steps": (numbers, LINEAR, 3),
     "optimizer.wsd_decay_steps": (numbers, WSD, 4),

@@ -13,8 +13,9 @@ import pytest
 from threed.base.errors import ConfigError, InputError
 from threed.config import validate as subject
 from threed.config.load import for_devices, known_keys, leaves_dp, load
+from threed.config.stages import stage_runs
 from threed.config.unknown import UnknownKey
-from threed.config.validate import stage_runs, warnings
+from threed.config.validate import warnings
 from threed.config.values import check_values
 from threed.models.families.registry import sizes
 from threed.models.tiling import cut_layers

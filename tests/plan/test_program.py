@@ -13,7 +13,8 @@ import pytest
 
 from threed.base.errors import ConfigError
 from threed.config.load import load
-from threed.config.validate import stage_runs, validate
+from threed.config.stages import stage_runs
+from threed.config.validate import validate
 from threed.planner import analyse, make_plan
 from threed.program.instruction import COMPUTE, Op
 from threed.program.plan import Plan

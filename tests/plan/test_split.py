@@ -8,7 +8,7 @@ from itertools import accumulate, combinations
 import pytest
 
 from threed.config.load import load
-from threed.config.validate import stage_runs
+from threed.config.stages import stage_runs
 from threed.models.tiling import unit_layers
 from threed.planner import make_table
 from threed.schedules.split import split_stages, split_units

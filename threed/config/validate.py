@@ -5,23 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import accumulate
 from pathlib import Path
 
 from threed.base.address import is_store, local_path
 from threed.base.address import problem as address_problem
 from threed.base.errors import InputError, Problem
-from threed.base.mesh import FOLDS, axes_of, fold_problem
+from threed.base.mesh import axes_of
 from threed.base.quantity import parse_bytes
-from threed.base.remember import remembered
 from threed.config.contract import Cell, refusal
 from threed.config.own_layers import unused
+from threed.config.stages import check_folds, check_parallel, check_stages
 from threed.config.suits import check_data, check_monitor
 from threed.config.values import check_values
 from threed.models.check import unsound
 from threed.models.families.registry import calling, family_of
-from threed.models.tiling import cut_layers, folds_of, layers_of, model_key, share_of, together, unit_layers
-from threed.schedules.orders import SCHEDULES
+from threed.models.tiling import cut_layers, layers_of, share_of
 from threed.schema import PIECES, CheckpointConfig, Config, ModelConfig, PrecisionConfig
 
 
@@ -37,9 +35,9 @@ def validate(config: Config, world_size: int | None = None) -> list[Problem]:
     if not wrong & {"model", "parallel"}:
         of_model = list(_check_model(config))
         of_layers = unsound(config.model) or ([] if of_model else list(_check_tiling(config)))
-        problems += [*of_model, *of_layers, *_check_parallel(config, world_size)]
+        problems += [*of_model, *of_layers, *check_parallel(config, world_size)]
         sound = not of_layers and not (of_model and config.model.tile_linears is not None)
-        problems += [*_check_folds(config), *_check_stages(config)] if sound else []
+        problems += [*check_folds(config), *check_stages(config)] if sound else []
     problems += _check_batch(config) if not wrong & {"train", "parallel", "data"} else []
     problems += check_data(config) if not wrong & {"data", "run"} else []
     problems += _check_schedule(config) if not wrong & {"train", "optimizer"} else []
@@ -133,85 +131,6 @@ def _check_tiling(config: Config) -> Iterator[Problem]:
         cut_layers(config)
     except InputError as error:
         yield Problem("model.tile_linears", str(error))
-
-
-def _check_parallel(config: Config, world_size: int | None) -> Iterator[Problem]:
-    if world_size not in (None, config.world_size):
-        others = {axis: size for axis, size in reversed(config.axis_sizes.items()) if axis != "dp"}
-        least = math.prod(others.values())
-        sizes = "".join(f" x {axis}={size}" for axis, size in others.items())
-        fits = (f", which {' x '.join(others)} = {least} does not divide" if world_size % least else
-                f": set parallel.dp={world_size // least}, or auto")
-        yield Problem.of("parallel.dp", f"={config.dp}{sizes} = {config.world_size} processes, but the world "
-                         f"size is {world_size}{fits}")
-    yield from _check_schedule_shape(config)
-
-
-def _check_folds(config: Config) -> Iterator[Problem]:
-    folds = () if config.model.own_layers else folds_of(config)
-    split = [axis for fold in folds for axis in FOLDS[fold].axes if axis in axes_of("parameters")]
-    for axis in dict.fromkeys(split):
-        if (ranks := config.axis_sizes[axis]) > 1 and not config.parallel.sequence_parallel:
-            yield Problem.of("parallel.sequence_parallel", f"=false with parallel.{axis}={ranks} and weights "
-                             f"cut over {', '.join(folds)}: all ranks of {axis} would send the same tokens; "
-                             "set it to true")
-    precision = config.precision
-    for key in ("grad_dtype", "reduce_dtype", "master"):
-        value = getattr(precision, key)
-        if value != "fp32" and not config.model.own_layers and any(
-                each.counted for layer in layers_of(config) for each in layer.parameters()):
-            yield Problem.of(f"precision.{key}", f"={value} with model.balance=bias: counts of rows are "
-                             "added up as gradients, and must be exact; set it to fp32")
-    for axis, size in config.fold_sizes.items() if config.data_ranks % config.shard_size == 0 else ():
-        if problem := fold_problem(axis, size, config.axis_sizes, config.shard_size):
-            yield Problem.of(f"parallel.{axis}", f"={size} {problem}")
-        elif size > 1 and axis not in folds:
-            yield Problem.of(f"parallel.{axis}", f"={size}: model.family={config.model.family} has no "
-                             f"parameters that are cut over {axis}; leave it out")
-
-
-def _check_stages(config: Config) -> Iterator[Problem]:
-    """Each stage has a unit, and no stage begins in the middle of a layer's tiles."""
-    parallel, runs = config.parallel, stage_runs(config)
-    units = sum(runs)
-    if config.num_stages > len(runs):
-        parts = "" if config.model.own_layers else f" (embedding, {len(runs) - 2} of blocks, head)"
-        what = f"layers{parts}, whose {units} tiles" if units > len(runs) else f"units{parts}"
-        yield Problem.of("parallel.pp", f"={parallel.pp} makes {config.num_stages} stages, more than the "
-                         f"model's {len(runs)} "
-                         f"{what}{' stay on one stage each' if units > len(runs) else ''}")
-    if parallel.stage_units is not None:
-        listed = list(parallel.stage_units)
-        if len(listed) != config.num_stages:
-            yield Problem.of("parallel.stage_units", f"={listed} has {len(listed)} stages, but there are "
-                             f"{config.num_stages}")
-        elif sum(listed) != units or min(listed) < 1:
-            yield Problem.of("parallel.stage_units", f"={listed} must be positive and add up to the model's "
-                             f"{units} units")
-        elif not set(accumulate(listed)) <= (ends := set(accumulate(runs))):
-            cut = min(set(accumulate(listed)) - ends)
-            near = max(end for end in ends | {0} if end < cut), min(end for end in ends if end > cut)
-            yield Problem.of("parallel.stage_units", f"={listed} parts the tiles of a layer, units {near[0]} "
-                             f"to {near[1] - 1}, which must be on one stage: end a stage after {near[0]} or "
-                             f"{near[1]} units, not after {cut}")
-
-
-def _check_schedule_shape(config: Config) -> Iterator[Problem]:
-    parallel = config.parallel
-    name, virtual = parallel.schedule, parallel.virtual_stages
-    schedule = SCHEDULES.get(name)
-    if schedule and schedule.virtual is None and (virtual or 1) < 2:
-        yield Problem.of("parallel.schedule", f"={name} needs parallel.virtual_stages of at least 2: with "
-                         f"one stage a rank it would be {schedule.alone}")
-    elif schedule and schedule.virtual and virtual not in (None, schedule.virtual):
-        stages = {1: "one stage", 2: "two stages"}.get(schedule.virtual, f"{schedule.virtual} stages")
-        others = " and ".join(other for other, row in SCHEDULES.items() if row.virtual is None)
-        more = f"; {others} have more" if schedule.virtual == 1 else ""
-        yield Problem.of("parallel.schedule", f"={name} has {stages} a rank, not "
-                         f"parallel.virtual_stages={virtual}{more}")
-    if name == "auto" and virtual not in (None, 1, 2):
-        yield Problem.of("parallel.schedule", "=auto searches 1 or 2 stages a rank, not "
-                         f"parallel.virtual_stages={virtual}")
 
 
 def _check_zero(config: Config) -> Iterator[Problem]:
@@ -335,13 +254,6 @@ def _check_precision(config: Config) -> Iterator[Problem]:
     if precision.min_loss_scale > precision.initial_loss_scale:
         yield Problem.of("precision.min_loss_scale", f"={precision.min_loss_scale} is above "
                          f"precision.initial_loss_scale={precision.initial_loss_scale}")
-
-
-@remembered(model_key)
-def stage_runs(config: Config) -> list[int]:
-    """Lengths of the runs of units that must be on one stage: the tiles of one layer, or a single unit."""
-    layers, runs = unit_layers(config)
-    return together([layers[first:stop] for first, stop in runs])
 
 
 def _check_batch(config: Config) -> Iterator[Problem]:

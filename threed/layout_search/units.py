@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeVar
 
 from threed.base.errors import InputError
 from threed.base.quantity import BYTES
-from threed.config.validate import stage_runs
+from threed.config.stages import stage_runs
 from threed.features.activation.plan import mark, worthwhile
 from threed.models.tiling import cut_layers
 from threed.planner.facts import make_table, stage_sizes, unit_costs

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from threed.base.errors import InputError
 from threed.base.quantity import parse_bytes, parse_limit, show_bytes
-from threed.config.validate import stage_runs
+from threed.config.stages import stage_runs
 from threed.features.activation import plan as activation
 from threed.planner.facts import make_table, unit_costs, with_logits
 from threed.planner.passes import Pipeline, run_passes

@@ -15,7 +15,7 @@ from threed.base.errors import InputError
 from threed.base.mesh import FOLDS, GROUPS, Mesh, axes_of
 from threed.base.quantity import BYTES, add_up
 from threed.base.remember import remembered
-from threed.config.validate import stage_runs
+from threed.config.stages import stage_runs
 from threed.features.offload import plan as offload
 from threed.features.pipeline.parts import cut, settings
 from threed.features.zero import plan as zero

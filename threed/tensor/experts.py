@@ -11,6 +11,8 @@ plain sum for the way back, whose gradient is a copy.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -198,14 +200,16 @@ def _unpack(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 # ---------------------------------------------------------------- products
 
 
-class Groups(NamedTuple):
+@dataclass
+class Groups:
     """How many of N rows, which are in the order of the experts, belong to each."""
 
     counts: torch.Tensor  # [e], int64
     rows: int
 
+    @cached_property
     def slices(self) -> list[slice]:
-        """Those of each expert. On a GPU the host waits for the counts."""
+        """Those of each expert. On a GPU the host waits for the counts, once."""
         if isinstance(self.counts, FakeTensor):  # without values: as many for each
             counts = [self.rows // len(self.counts)] * len(self.counts)
             counts[-1] += self.rows - sum(counts)
@@ -223,7 +227,7 @@ def _product(x: torch.Tensor, matrices: torch.Tensor, groups: Groups) -> torch.T
     if by_one_kernel(x, matrices):
         return F.grouped_mm(x, matrices, offs=groups.ends())
     out = x.new_empty(len(x), matrices.shape[2])
-    for rows, matrix in zip(groups.slices(), matrices, strict=True):
+    for rows, matrix in zip(groups.slices, matrices, strict=True):
         torch.mm(x[rows], matrix, out=out[rows])
     return out
 
@@ -261,7 +265,7 @@ class _Experts(torch.autograd.Function):
         inner = _Inner.of(opened, _sorted(packed, order)[1])
         grad_opened, grad_weights = inner.backward(_product(grad, down, groups))
         operands = (grad_opened, lambda: _sorted(packed, order)[0]), (grad, again(inner.scaled))
-        taken = [ctx.grads.take_grouped(matrix, *of, groups.slices) if matrix.requires_grad else None
+        taken = [ctx.grads.take_grouped(matrix, *of, lambda: groups.slices) if matrix.requires_grad else None
                  for matrix, of in zip(ctx.matrices, operands, strict=True)]
         back = _pack(_product(grad_opened, up.flatten(1, 2), groups), grad_weights)
         return back if order is None else back[order.places], *taken, None, None, None

@@ -133,7 +133,7 @@ def test_graphs(monkeypatch, references):
 BAD = {
     "no reader": ("reads = ()", r"layer a sends 'rows', which becomes 'came', but no later layer reads"),
     "two readers": ("third = ('came',)", r"2 layers read 'came', which layer a sends"),
-    "no such group": ("over = 'ep'", r"layer a: 'rows' travels over 'ep', which is no group inside a "
+    "no such group": ("over = 'xp'", r"layer a: 'rows' travels over 'xp', which is no group inside a "
                                      r"pipeline position; there are tp, dp, shard"),
     "across positions": ("over = 'tie'", r"travels over 'tie', which is no group inside a pipeline position"),
     "messages": ("over = 'pp'", r"travels over 'pp', which is no group inside"),

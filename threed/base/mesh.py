@@ -246,7 +246,7 @@ class Mesh:
         if self.data_ranks % self.shard_size:
             raise ValueError(f"dp={self.data_ranks} is not divisible by the shard size {self.shard_size}")
         for axis, size in self.folds.items():
-            if problem := fold_problem(axis, size, self.sizes, self.shard_size):
+            if axis in self.folded and (problem := fold_problem(axis, size, self.sizes, self.shard_size)):
                 raise ValueError(f"{axis}={size} {problem}")
 
     @property

@@ -42,9 +42,10 @@ def check_folds(config: Config) -> Iterator[Problem]:
             yield Problem.of(f"precision.{key}", f"={value} with model.balance=bias: counts of rows are "
                              "added up as gradients, and must be exact; set it to fp32")
     for axis, size in config.fold_sizes.items() if config.data_ranks % config.shard_size == 0 else ():
-        if problem := fold_problem(axis, size, config.axis_sizes, config.shard_size):
+        problem = fold_problem(axis, size, config.axis_sizes, config.shard_size)
+        if axis in folds and problem:
             yield Problem.of(f"parallel.{axis}", f"={size} {problem}")
-        elif size > 1 and axis not in folds:
+        elif size != 1 and axis not in folds:
             yield Problem.of(f"parallel.{axis}", f"={size}: model.family={config.model.family} has no "
                              f"parameters that are cut over {axis}; leave it out")
 

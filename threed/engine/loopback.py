@@ -159,7 +159,7 @@ class ThreadComm(Comm):
     def __init__(self, world: World, rank: int, pairs: Sequence[tuple[int, int, str]]):
         super().__init__(world.mesh, rank, torch.device("cpu"))
         self._world, self._exchanges = world, 0
-        for name in GROUPS:
+        for name in (each for each, row in GROUPS.items() if row.needed(world.mesh)):
             self.groups[name] = ThreadGroup(name, world.mesh.group(name, rank), rank, self.sent, world)
         for sender, receiver, kind in pairs:
             key = (sender, receiver, kind, self.mesh.group("pp", self.rank))

@@ -229,7 +229,7 @@ class Space:
             return ""
         config = config_of(layout, self.base)
         problems = ((axis, size, fold_problem(axis, size, config.axis_sizes, shard_size))
-                    for axis, size in config.fold_sizes.items())
+                    for axis, size in config.fold_sizes.items() if axis in self.folded)
         return next((f"parallel.{axis}={size} {problem}" for axis, size, problem in problems if problem), "")
 
     def _choices(self, name: str, values: Sequence[Any]) -> Sequence[Any]:

@@ -188,4 +188,5 @@ class GroupPlace:
 
 def places(mesh: Mesh, devices: float) -> dict[str, GroupPlace]:
     """The place of rank 0's group of each kind: meshes are regular, so the others lie alike."""
-    return {name: GroupPlace(mesh.group(name, 0), devices) for name in GROUPS}
+    return {name: GroupPlace(mesh.group(name, 0), devices) for name, row in GROUPS.items()
+            if row.needed(mesh)}

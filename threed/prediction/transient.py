@@ -125,7 +125,9 @@ def _pipeline(config: Config, table: Table, run: range, items: Sequence[Instruct
     """The engine's handlers, for a rank that has these units alone."""
     share, sent, grads = share_of(config), Counter[str](), WeightGrads()
     comm = _Alone(config, table.position(run.start))
-    comm.groups = {**silent_groups(share, sent, {name: len(comm.mesh.group(name, 0)) for name in GROUPS})}
+    mesh = comm.mesh
+    comm.groups = {**silent_groups(share, sent, {name: len(mesh.group(name, 0)) for name, row in
+                                                 GROUPS.items() if row.needed(mesh)})}
     dtype = DTYPES[config.precision.dtype]
     saving = SavingPolicy(config.pieces)
     context = Context(config.model, comm.groups, config.parallel.sequence_parallel, dtype, grads, saving,

@@ -84,6 +84,12 @@ def folds_of(config: Config) -> tuple[str, ...]:
 
 
 @remembered(model_key)
+def counts_rows(config: Config) -> bool:
+    """Whether a parameter has a count as its gradient, which must be added up exactly."""
+    return any(each.counted for layer in layers_of(config) for each in layer.parameters())
+
+
+@remembered(model_key)
 def cut_layers(config: Config) -> list[list[Layer]]:
     """The tiles of each layer of the model. Raises InputError where a layer cannot be cut small enough, or
     must not be cut."""

@@ -28,12 +28,12 @@ from threed.schema import ModelConfig
 from threed.schema.keys import key
 from threed.spec.kernels import FROZEN, Moved, Product
 from threed.spec.parameter import SEQUENCE, Cost, Cut, Parameter, Saved, Share, Traffic
+from threed.spec.travel import ROW_EXTRA as EXTRA
 from threed.spec.travel import Exchanged
 
 if TYPE_CHECKING:
     from threed.tensor.context import Batch
 
-EXTRA = 16  # bytes of a row that travels, behind its numbers (tensor/experts.py)
 EP, TP = "ep", "tp"
 
 

@@ -9,7 +9,7 @@ from itertools import accumulate
 from threed.base.errors import Problem
 from threed.base.mesh import FOLDS, axes_of, fold_problem
 from threed.base.remember import remembered
-from threed.models.tiling import folds_of, layers_of, model_key, together, unit_layers
+from threed.models.tiling import counts_rows, folds_of, model_key, together, unit_layers
 from threed.schedules.orders import SCHEDULES
 from threed.schema import Config
 
@@ -37,8 +37,7 @@ def check_folds(config: Config) -> Iterator[Problem]:
     precision = config.precision
     for key in ("grad_dtype", "reduce_dtype", "master"):
         value = getattr(precision, key)
-        if value != "fp32" and not config.model.own_layers and any(
-                each.counted for layer in layers_of(config) for each in layer.parameters()):
+        if value != "fp32" and not config.model.own_layers and counts_rows(config):
             yield Problem.of(f"precision.{key}", f"={value} with model.balance=bias: counts of rows are "
                              "added up as gradients, and must be exact; set it to fp32")
     for axis, size in config.fold_sizes.items() if config.data_ranks % config.shard_size == 0 else ():

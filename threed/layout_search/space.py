@@ -16,7 +16,7 @@ from threed.config.validate import validate
 from threed.layout_search.bounds import Bounds
 from threed.layout_search.layout import Layout, config_of
 from threed.models.families.registry import family_of
-from threed.models.tiling import folds_of, layers_of
+from threed.models.tiling import counts_rows, folds_of
 from threed.schedules.orders import SCHEDULES
 
 # Reasons for which layouts are dropped
@@ -81,8 +81,8 @@ class Space:
         self.fixed, self.memory = fixed, memory
         self.folded = folds_of(self.base)
         self.node = round(min(bounds.hardware.node_ranks, devices))
-        exact = any(each.counted for layer in layers_of(self.base) for each in layer.parameters())
-        self.reduce_dtypes = ("fp32", self.base.precision.dtype) if rounding and not exact else (None,)
+        rounds = rounding and not counts_rows(self.base)
+        self.reduce_dtypes = ("fp32", self.base.precision.dtype) if rounds else (None,)
         self.recomputes = self._recomputes()
         self._known: dict[object, list[_Change]] = {}
         self.dropped: Counter[str] = Counter()

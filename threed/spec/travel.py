@@ -8,6 +8,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+# Bytes of a row of a token for an expert, behind its numbers: its weight in fp32, and what keeps rows on a
+# multiple of 16 bytes, as products of groups of rows need it
+ROW_EXTRA = 16
+
 
 class Gathered(NamedTuple):
     """All ranks of a group get all parts, which have equally many rows."""

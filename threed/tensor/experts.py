@@ -20,10 +20,9 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor
 
 from threed.devices import device_of
+from threed.spec.travel import ROW_EXTRA as EXTRA
 from threed.tensor.adapters import again
 from threed.tensor.layers import WeightGrads
-
-EXTRA = 16  # bytes of a row behind its numbers: its weight, and what keeps rows on a multiple of 16 bytes
 
 
 class _Router(torch.autograd.Function):

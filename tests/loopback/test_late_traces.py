@@ -81,7 +81,8 @@ def test_metrics_are_those_of_the_step_before():
     plan = make_plan(config)
 
     def work(comm: Comm) -> None:
-        engine, meter = Engine(config, plan, comm), Meter(config, Analysis(plan), comm)
+        engine = Engine(config, plan, comm)
+        meter = Meter(config, Analysis(plan), comm, engine.arrivals)
         seen, waits = [], []
         for step in range(4):
             meter.begin()

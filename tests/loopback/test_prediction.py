@@ -65,7 +65,7 @@ def test_step_time_is_the_predicted_one(schedule):
     def work(comm):
         engine = Engine(config, plan, comm)
         put_to_sleep(engine)
-        meter = Meter(config, Analysis(plan), comm)
+        meter = Meter(config, Analysis(plan), comm, engine.arrivals)
         steps = []
         for step in range(4):
             _, trace = engine.train_step(batches(config, comm, step))

@@ -28,6 +28,7 @@ from threed.checkpoint.lineage import Lineage, write_latest
 from threed.comm.group import Comm
 from threed.comm.process import ProcessComm
 from threed.engine import shared
+from threed.features.travel.arrivals import Arrivals
 from threed.models.measure import SilentGroup
 from threed.monitor.measure import COSTED, Meter
 from threed.planner import make_mesh, make_plan
@@ -112,7 +113,7 @@ def metrics_of_a_step(dp: int) -> tuple[int, int]:
     times = [float(index) for index in range(len(program))]
     trace = Trace("train", 0.0, times, times, [at + 0.5 for at in times])
     trace.total_s = times[-1] + 1
-    meter, steps = Meter(config, Analysis(plan), comm), []
+    meter, steps = Meter(config, Analysis(plan), comm, Arrivals(plan.table)), []
     meter.begin()
     lines = lines_of(lambda: steps.append(meter.exchange(trace, trace.total_s, (False, True), 0.25)))
     (step,) = steps

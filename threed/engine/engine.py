@@ -81,7 +81,9 @@ class Engine:
         self.pipeline = PipelineRun(comm, table, layers, context, stream, keeping, activation)
         if self.graphs is not None:
             self.pipeline.runner = self.graphs
-        sharing = [self.zero.handlers(), activation.handlers(), TravelRun(comm, table).handlers()]
+        travel = TravelRun(comm, table)
+        self.arrivals = travel.arrivals
+        sharing = [self.zero.handlers(), activation.handlers(), travel.handlers()]
         ops = dict.fromkeys(op for each in sharing for op in each)
         self.handlers = {**self.pipeline.handlers(), **offload.handlers(),
                          **{op: _by_kind(*(each.get(op) for each in sharing)) for op in ops}}
@@ -171,7 +173,7 @@ class Engine:
             # What a GPU has met is raised at a later instruction of the host.
             raised = not device_of(self.comm.device).has_failed(error)
             raise RunError(f"{self.where(raised)}\n  {self._unit()}{type(error).__name__}: {error}"
-                           f"{line_of(error)}") from error
+                           f"{line_of(error)}{self.arrivals.advice(error)}") from error
         finally:
             self.current = None
         reader = self.clock.reader(begin, end)

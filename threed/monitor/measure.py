@@ -20,8 +20,10 @@ import torch
 from threed.base.mesh import AXES, FOLDS, shown
 from threed.comm.group import Comm
 from threed.devices import device_of
+from threed.features.travel.arrivals import Arrivals
 from threed.models.model import model_flops
 from threed.monitor.attribute import CAUSES, OF_FOLDS, PARTS, attribute, parts
+from threed.monitor.balance import COLUMNS, Balance
 from threed.monitor.straggler import WORK, Stragglers, by_place
 from threed.program.analysis import Analysis
 from threed.program.instruction import Instruction, Op
@@ -30,7 +32,7 @@ from threed.program.trace import Trace, compute_s
 from threed.schema import Config
 
 HEAD = ("step_s", "compute_s", "memory", *(f"sent_{axis}" for axis in (*AXES, *FOLDS)), "stop", "save",
-        "saving", *PARTS)
+        "saving", *PARTS, *COLUMNS)
 COSTED = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.STEP)
 
 # Dense 16-bit peaks of one device without sparsity, in TFLOPS, by what torch calls it (vendors' data sheets).
@@ -78,7 +80,9 @@ class Meter:
     config: Config
     analysis: Analysis
     comm: Comm
+    arrivals: Arrivals
     stragglers: Stragglers = field(init=False)
+    balance: Balance = field(default_factory=Balance)
     _sent: dict[str, int] = field(default_factory=dict)
     _predicted: list[float] | None = None
     _spent_s: float = 0.0
@@ -92,8 +96,9 @@ class Meter:
         self._ranks = by_place(self.comm.mesh).flatten(1)  # [position, its ranks]
 
     def begin(self) -> None:
-        """Begin a step: bytes that were sent before it (by a rehearsal, an evaluation, a proof) do not
-        count."""
+        """Begin a step: bytes and rows that were sent before it (by a rehearsal, an evaluation, a proof) do
+        not count."""
+        self.arrivals.begin()
         self._sent = {axis: self.comm.sent[axis] for axis in (*AXES, *FOLDS)}
         if self._since is None:
             self._since = time.monotonic()
@@ -126,7 +131,8 @@ class Meter:
         head = [step_s, compute_s(trace, program), float(device_of(self.comm.device).peak_bytes()),
                 *(float(size - self._sent.get(axis, 0)) for axis, size in sent.items()),
                 *map(float, asked), saving,
-                *parts(trace, program).values()]
+                *parts(trace, program).values(),
+                *(float(getattr(self.arrivals, each)) for each in COLUMNS)]
         own = _seconds(trace, program, max(len(table.units) - 1, *table.parameters) + 1)
         sums = torch.zeros(table.num_positions, *own.shape, dtype=torch.float64)
         sums[here.position] = own
@@ -174,6 +180,7 @@ class Meter:
         values |= {f"comm/bytes_{axis}": float(step.column(f"sent_{axis}").sum())
                    for axis in (*shown(mesh.sizes), *sorted(mesh.folded))}
         values |= self.stragglers.look({what: step.column(what) for what in WORK})
+        values |= self.balance.look(*(step.column(what) for what in COLUMNS))
         values["memory/peak_bytes"] = float(step.column("memory").max())
         if self._excluded_s:
             values["perf/apart_s"], self._excluded_s = self._excluded_s, 0.0

@@ -12,6 +12,7 @@ from threed.base.mesh import GROUPS
 from threed.comm.group import Comm, Group
 from threed.comm.lanes import Job
 from threed.devices import device_of
+from threed.features.travel.arrivals import Arrivals
 from threed.program.handed import Move, gradient_of, move_of
 from threed.program.instruction import Instruction, Op, Slot
 from threed.program.slots import Late, Slots
@@ -23,6 +24,7 @@ Rows = tuple[list[int], list[int]]  # that a rank gives to each of a group, and 
 class TravelRun:
     def __init__(self, comm: Comm, table: Table):
         self.comm, self.table, self.device = comm, table, device_of(comm.device)
+        self.arrivals = Arrivals(table)
         # What has left by counts -> its rows, which the host knows when its gradient comes back.
         self._rows: dict[Slot, Rows] = {}
 
@@ -60,6 +62,8 @@ class TravelRun:
         size = group.size()
         if not value.dim():
             raise RunError(f"{self._who(move)} a number: it must have rows")
+        if op != Op.EXCHANGE and size == 1:
+            return value
         if op == Op.GATHER:
             whole = empty(size * len(value))
             group.all_gather(whole, value.contiguous()).wait()
@@ -69,6 +73,8 @@ class TravelRun:
             group.reduce_scatter(part, value.contiguous()).wait()
             return part
         gives, takes = self._counted(move, counts, len(value), size)
+        if size == 1:
+            return value
         came = empty(sum(takes))
         group.exchange(came, value.contiguous(), gives, takes).wait()
         return came
@@ -89,12 +95,13 @@ class TravelRun:
             if not each.dim() or len(each) != size or each.dtype != torch.int64 or (each < 0).any():
                 raise RunError(f"{self._who(move)} rows by the counts '{name}'={each.tolist()}: they must be "
                                f"{size} whole numbers of at least 0, one a rank of the group")
-            known.append(each.reshape(size, -1).sum(1).tolist())
-        gives, takes = known
+            known.append(each.reshape(size, -1))
+        gives, takes = (each.sum(1).tolist() for each in known)
         if sum(gives) != rows:
             raise RunError(f"{self._who(move)} {rows} rows, and the counts for the ranks, {gives}, add up "
                            f"to {sum(gives)}")
         self._rows[gradient_of(move.source)] = gives, takes
+        self.arrivals.add(move, known[1], rows)
         return gives, takes
 
     def _who(self, move: Move) -> str:

@@ -1,0 +1,112 @@
+"""What is measured of the balance of experts, and memory that rows need beyond what is planned."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.harness import batches
+from tests.loopback.test_experts import MESHES, PP, moe
+from threed.base.errors import RunError
+from threed.comm.group import Comm
+from threed.engine.engine import Engine
+from threed.engine.loopback import run_loopback
+from threed.features.travel.arrivals import room_for
+from threed.monitor.measure import Meter
+from threed.planner import make_mesh, make_plan
+from threed.program.analysis import Analysis
+from threed.schema import Config
+from threed.tensor import experts
+
+Metrics = dict[str, float | None]
+STEPS, VERIFY = 2, "run.verify_every=1"
+
+
+def metrics_of(config: Config) -> tuple[list[Metrics], list[list[str]]]:
+    """Of each step: the metrics of experts, and the warnings. (`config` has run.verify_every.)"""
+    plan = make_plan(config)
+    torch.set_num_threads(1)
+
+    def work(comm: Comm) -> tuple[list[Metrics], list[list[str]]]:
+        engine = Engine(config, plan, comm)
+        meter, metrics, warnings = Meter(config, Analysis(plan), comm, engine.arrivals), [], []
+        for step in range(STEPS):
+            engine.rehearse(batches(config, comm, step))  # what it exchanges does not count
+            meter.begin()
+            _, trace = engine.train_step(batches(config, comm, step))
+            report = meter.exchange(trace, trace.total_s, (False, False), 0.0)
+            values = meter.metrics(report, 1.0)
+            metrics.append({name: value for name, value in values.items() if name.startswith("moe/")})
+            warnings.append(meter.balance.warnings)
+        return metrics, warnings
+
+    metrics, warnings = run_loopback(plan, make_mesh(config), work)[0]
+    return metrics, warnings
+
+
+def expected(config: Config, picks: dict[tuple[str, int], torch.Tensor], step: int) -> tuple[float, float]:
+    """The most rows of a rank, and of an expert, in an exchange of a step, over the mean."""
+    train, model, ep = config.train, config.model, config.parallel.ep
+    at_once = train.micro_batch_size * ep  # sequences of an exchange
+    rows = experts = 0.0
+    for first in range(step * train.global_batch_size, (step + 1) * train.global_batch_size, at_once):
+        for block in {block for block, _ in picks}:
+            chosen = torch.cat([picks[block, sample].flatten() for sample in range(first, first + at_once)])
+            loads = torch.bincount(chosen, minlength=model.experts).double()
+            experts = max(experts, float(loads.max() / loads.mean()))
+            loads = loads.view(ep, -1).sum(1)
+            rows = max(rows, float(loads.max() / loads.mean()))
+    return rows, experts
+
+
+@pytest.mark.parametrize("name", ["alone", "ep", "ep-edp"])
+def test_imbalance_is_that_of_the_choices(name, references):
+    config = moe(*MESHES[name], *PP, "activation.policy=full", VERIFY)
+    picks = references(config, STEPS).picks
+    for step, values in enumerate(metrics_of(config)[0]):
+        rows, experts = expected(config, picks, step)
+        assert values == {"moe/imbalance": pytest.approx(rows), "moe/load_max": pytest.approx(experts),
+                          "moe/room": 0}
+        assert experts > 1 and (rows > 1) == (name != "alone")
+
+
+def test_balanced():
+    one = {"moe/imbalance": 1, "moe/load_max": 1, "moe/room": 0}
+    config = moe(*MESHES["ep"], "model.moe_route=balanced", "model.moe_room=1", VERIFY)
+    assert metrics_of(config)[0] == [one] * STEPS
+
+
+def test_more_rows_than_room():
+    """Counted in each step; said once, with what to set."""
+    metrics, warnings = metrics_of(moe(*MESHES["ep"], "model.moe_room=1", VERIFY))
+    assert all(values["moe/room"] for values in metrics)
+    (text,), *later = warnings
+    assert room_for(metrics[0]["moe/imbalance"] or 0) in text and not any(later)
+
+
+@pytest.mark.parametrize("room", [1, 4])
+def test_memory_ends(room, monkeypatch):
+    """The error names unit, micro-batch, rows and the room, if more rows came than that."""
+    config = moe(*MESHES["ep"], f"model.moe_room={room}")
+    plan, balanced = make_plan(config), config.train.micro_batch_size * config.model.seq_len * 2
+
+    def ends(packed, *args):
+        if len(packed) > balanced or room == 4:
+            raise torch.OutOfMemoryError("out of memory")
+        return compute(packed, *args)
+
+    compute = experts.compute
+    monkeypatch.setattr(experts, "compute", ends)
+
+    def work(comm: Comm) -> None:
+        Engine(config, plan, comm).train_step(batches(config, comm, 0))
+
+    with pytest.raises(RunError, match="out of memory") as caught:
+        run_loopback(plan, make_mesh(config), work)
+    told = ["rows of 'arrived' came from blocks." in str(caught.value),
+            "plan with model.moe_room=" in str(caught.value)]
+    assert told == [room == 1] * 2
+
+
+def test_no_experts_no_metrics():
+    assert metrics_of(moe("model.first_dense=2", VERIFY))[0] == [{}] * STEPS

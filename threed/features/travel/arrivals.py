@@ -1,0 +1,60 @@
+"""Arrivals: how many rows have come to a rank, where the plan cannot know."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from threed.program.handed import Move
+from threed.program.table import Table
+
+
+@dataclass
+class Arrivals:
+    """Of the exchanges since `begin` whose counts have come from other ranks, too. Of balanced ranks as many
+    rows come as leave; the plan has room for `Trip.bytes`."""
+
+    table: Table
+    imbalance: float = 0.0  # most rows that came in an exchange, over those of balanced ranks; 0: no exchange
+    load: float = 0.0  # most of them for one of what this rank has (an expert), over the mean of all
+    beyond: int = 0  # exchanges in which more came than the plan has room for
+    worst: str = ""  # the most, in words
+
+    def begin(self) -> None:
+        self.imbalance = self.load = 0.0
+        self.beyond, self.worst = 0, ""
+
+    def add(self, move: Move, takes: torch.Tensor, leaves: int) -> None:
+        """`takes` [ranks, ...]: the rows that come; `leaves`: those that leave."""
+        trip = move.handed.trip
+        made = self.table.units[move.source.unit].makes
+        if trip is None or not leaves or not _unknown(trip.counts, [each.trip for each in made if each.trip]):
+            return
+        each = takes.reshape(len(takes), -1).sum(0)
+        rows, room = int(each.sum()), leaves * trip.bytes // max(move.handed.bytes, 1)
+        self.load = max(self.load, int(each.max()) * len(each) / leaves)
+        self.beyond += rows > room
+        if rows / leaves > self.imbalance:
+            self.imbalance = rows / leaves
+            unit = self.table.units[move.source.unit].name
+            self.worst = (f"{rows} rows of '{trip.becomes}' came from {unit} in micro-batch "
+                          f"{move.source.microbatch}, {self.imbalance:.2f} times the {leaves} of balanced "
+                          f"ranks; the plan has room for {room}")
+
+    def advice(self, error: Exception) -> str:
+        """To add to the text of an error: what has come, if memory has ended and more came than planned."""
+        ended = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "allocate memory" in str(error)
+        return f"\n  {self.worst}: plan with {room_for(self.imbalance)}" if ended and self.beyond else ""
+
+
+def room_for(times: float) -> str:
+    """The setting that plans memory for so many times the rows of balanced experts."""
+    return f"model.moe_room={math.ceil(10 * times) / 10:g}"
+
+
+def _unknown(counts: Sequence[tuple[str, int]], trips: Sequence) -> bool:
+    """Whether the counts of what comes have come themselves."""
+    return bool(counts) and counts[1] in {(trip.becomes, 0) for trip in trips}

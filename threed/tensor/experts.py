@@ -185,9 +185,10 @@ def pack(rows_ND: torch.Tensor, weights_N: torch.Tensor) -> torch.Tensor:
 
 
 def _pack(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    packed = rows.new_zeros(len(rows), rows.shape[1] + EXTRA // rows.itemsize)
+    packed = rows.new_empty(len(rows), rows.shape[1] + EXTRA // rows.itemsize)
     packed[:, :rows.shape[1]] = rows
-    packed[:, rows.shape[1]:].view(torch.float32)[:, 0] = weights
+    behind = packed[:, rows.shape[1]:].view(torch.float32)
+    behind[:, 0], behind[:, 1:] = weights, 0.0
     return packed
 
 
@@ -253,7 +254,7 @@ class _Experts(torch.autograd.Function):
         rows, weights = _sorted(packed, order)
         opened = _product(rows, up.flatten(1, 2).transpose(1, 2), groups)
         ctx.save_for_backward(packed, opened, up, down)
-        answers = _product(_Inner.of(opened, weights).scaled, down.transpose(1, 2), groups)
+        answers = _product(_inner(opened, weights), down.transpose(1, 2), groups)
         return answers if order is None else answers[order.places]
 
     @staticmethod
@@ -261,37 +262,35 @@ class _Experts(torch.autograd.Function):
         packed, opened, up, down = ctx.saved_tensors
         order, groups, packed = ctx.order, ctx.groups, packed.detach()
         grad = grads[0] if order is None else grads[0][order.rows]
-        inner = _Inner.of(opened, _sorted(packed, order)[1])
-        grad_opened, grad_weights = inner.backward(_product(grad, down, groups))
-        operands = (grad_opened, lambda: _sorted(packed, order)[0]), (grad, again(inner.scaled))
+        weights = _unpack(packed)[1]
+        inner, grad_opened, grad_weights = _inner_backward(
+            _product(grad, down, groups), opened, weights if order is None else weights[order.rows])
+        operands = (grad_opened, lambda: _sorted(packed, order)[0]), (grad, again(inner))
         taken = [ctx.grads.take_grouped(matrix, *of, lambda: groups.slices) if matrix.requires_grad else None
                  for matrix, of in zip(ctx.matrices, operands, strict=True)]
         back = _pack(_product(grad_opened, up.flatten(1, 2), groups), grad_weights)
         return back if order is None else back[order.places], *taken, None, None, None
 
 
-class _Inner(NamedTuple):
-    """SwiGLU between the products, in fp32, times the weights of rows."""
+def _inner(opened: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """SwiGLU between the products, times the weights of rows: [N, 2 F], [N] -> [N, F]. In fp32 inside."""
+    gate, up = opened.float().chunk(2, -1)
+    return F.silu(gate).mul_(up).mul_(weights.unsqueeze(-1)).to(opened.dtype)
 
-    gate: torch.Tensor
-    up: torch.Tensor
-    weights: torch.Tensor  # [N, 1]
-    scaled: torch.Tensor  # [N, F], in the dtype of compute
 
-    @classmethod
-    def of(cls, opened: torch.Tensor, weights: torch.Tensor) -> _Inner:
-        gate, up = opened.float().chunk(2, -1)
-        weights = weights.unsqueeze(-1)
-        return cls(gate, up, weights, (F.silu(gate) * up * weights).to(opened.dtype))
-
-    def backward(self, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Gradients of what the first product gave, and of the weights."""
-        wide, sigmoid = grad.float(), self.gate.sigmoid()
-        silu = self.gate * sigmoid
-        grad_weights = (wide * silu * self.up).sum(-1)
-        wide = wide * self.weights
-        grad_gate = wide * self.up * sigmoid * (1 + self.gate * (1 - sigmoid))
-        return torch.cat([grad_gate, wide * silu], -1).to(grad.dtype), grad_weights
+def _inner_backward(grad: torch.Tensor, opened: torch.Tensor,
+                    weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The output of `_inner` once more; the gradients of what it reads."""
+    (gate, up), grad, column = opened.float().chunk(2, -1), grad.float(), weights.unsqueeze(-1)
+    silu = F.silu(gate)
+    inner = silu * up
+    grad_weights = (grad * inner).sum(-1)
+    grad = grad * column
+    grad_opened = torch.empty_like(opened, dtype=torch.float32)
+    grad_gate, grad_up = grad_opened.chunk(2, -1)
+    torch.mul(grad, silu, out=grad_up)
+    torch.ops.aten.silu_backward.grad_input(grad.mul_(up), gate, grad_input=grad_gate)
+    return inner.mul_(column).to(opened.dtype), grad_opened.to(opened.dtype), grad_weights
 
 
 def _sorted(packed: torch.Tensor, order: RowOrder | None) -> tuple[torch.Tensor, torch.Tensor]:

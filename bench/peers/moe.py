@@ -1,8 +1,8 @@
 """Measure the steps of a mixture of experts beside the same model in plain torch.
 
-Some 20M parameters in fp32 on 4 processes over gloo, experts over 4 ranks, and over 2. In plain torch all but
-the experts are in DDP, and rows travel by `all_to_all_single` under autograd (moe_peers.py). Both take turns in
-the same processes: see bench/peers/turns.py.
+Some 20M parameters in fp32 on 4 processes over gloo, experts over 4 ranks, and over 2. In plain torch all
+but the experts are in DDP, and rows travel by `all_to_all_single` under autograd (moe_peers.py). Both take
+turns in the same processes: see bench/peers/turns.py.
 
     torch      the same model in plain torch
     threed n   ZeRO stage n, on the engine, from a checked plan

@@ -1,5 +1,5 @@
-"""A model with experts in plain torch: DDP for all but the experts, which are spread over ranks; rows travel by
-`all_to_all_single` under autograd.
+"""A model with experts in plain torch: DDP for all but the experts, which are spread over ranks; rows travel
+by `all_to_all_single` under autograd.
 
 Attention, norms, embedding and head are threed's layers as modules of torch (zero_peers), so that only what a
 mixture of experts adds is another.

@@ -124,7 +124,7 @@ class Routes(Layer):
         moved = Moved("scores and choice", 8 * scores, 3 * scores, (6, 4), exponentials=(scores // 4, 0))
         rows = Moved("rows of tokens", 2 * tokens * k * (row + EXTRA), 2 * tokens * k * (row + EXTRA), (4, 4))
         kept = (Saved("output of the norm", 0 if model.shared_expert_ffn else tokens * row),
-                Saved("scores", scores), Saved("order of rows", 16 * tokens * k),
+                Saved("scores", scores), Saved("order of rows", 8 * tokens * k),
                 Saved("weights of experts", 4 * tokens * (k + 1) if model.normalize_top_k else 0))
         return (super().cost(share) + Cost((moved, rows), kept, tokens * row * self.router.learns)
                 + self._penalty_cost(share, tokens))
@@ -147,7 +147,7 @@ class Routes(Layer):
 
     def forward(self, x_sBD: torch.Tensor, batch: Batch, picks: torch.Tensor | None = None,
                 counts: torch.Tensor | None = None) -> Out:
-        model, experts, k = self.model, self.context.experts, self.model.experts_per_token
+        model, experts = self.model, self.context.experts
         x_sBD = self.attention(x_sBD, batch)
         normed_sBD = self.norm(x_sBD)
         normed_TD = normed_sBD.flatten(0, 1)
@@ -160,7 +160,7 @@ class Routes(Layer):
         if model.balance == "bias":
             weights = experts.counted(weights, self.router.compute.bias, picks, self.context.weight_grads)
         order = experts.RowOrder.of(picks.flatten())
-        routed = experts.pack(experts.repeated(normed_TD, order, k), weights.flatten()[order.rows])
+        routed = experts.routed(normed_TD, weights, order)
         penalty = self._penalty(logits, scores, picks, batch) if self.loss else None
         made = {"routed": routed, "picks": picks, "counts": counts}
         if model.shared_expert_ffn:

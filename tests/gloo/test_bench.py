@@ -15,6 +15,7 @@ SMALLEST = {
     "foresight.published": "",
     "foresight.search": "--layouts 3",
     "gpu.offload": "--quick",
+    "peers.moe": "--quick --ep 2 --layers 1 --hidden 64 --heads 2 --inner 32 --only threed",
     "peers.offload": "--quick --only adam disk --folder {folder}",
     "peers.pipeline": "--schedule 1f1b --p 3 --m 3 --times 1 1 1 --repeat 1",
     "peers.steps": "--quick --only threed",

@@ -119,6 +119,10 @@ def test_16_bits(dtype, more, references, monkeypatch):
 # ---------------------------------------------------------------- identities
 
 
+def in_place(rows: torch.Tensor) -> experts.RowOrder:
+    return experts.RowOrder.of(torch.arange(len(rows)))
+
+
 def swiglu(x, up, down):
     return (torch.nn.functional.silu(x @ up[0].t()) * (x @ up[1].t())) @ down.t()
 
@@ -137,7 +141,8 @@ def test_products_of_experts(ranks, count):
     back = torch.randn(plain.shape, generator=generator)
     tensors = up, down, rows, weights
     want = torch.autograd.grad(plain, tensors, back, allow_unused=True)
-    made = experts.compute(experts.pack(rows, weights), counts, up, down, WeightGrads())
+    packed = experts.routed(rows, weights.unsqueeze(1), in_place(rows))
+    made = experts.compute(packed, counts, up, down, WeightGrads())
     torch.testing.assert_close(made, plain, rtol=1e-5, atol=1e-5)
     for got, each, of in zip(torch.autograd.grad(made, tensors, back), want, tensors, strict=True):
         torch.testing.assert_close(got, torch.zeros_like(of) if each is None else each, rtol=1e-5, atol=1e-5)
@@ -151,8 +156,7 @@ def test_equal_experts_are_one_mlp():
     for k in (1, 2, 4):
         picks = experts.choose(scores, k)
         order = experts.RowOrder.of(picks.flatten())
-        packed = experts.pack(experts.repeated(x, order, k),
-                              experts.weights_of(scores, picks, True, 1.0).flatten()[order.rows])
+        packed = experts.routed(x, experts.weights_of(scores, picks, True, 1.0), order)
         counts = picks.flatten().bincount(minlength=4).view(1, 4)
         answers = experts.compute(packed, counts, up.repeat(4, 1, 1, 1), down.repeat(4, 1, 1), WeightGrads())
         made = experts.summed(answers, order, k)
@@ -162,7 +166,7 @@ def test_equal_experts_are_one_mlp():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_weights_travel_as_bits(dtype):
     rows, weights = torch.randn(5, 8).to(dtype), torch.tensor([0.0, -0.0, 1e-30, 0.1, torch.nan])
-    packed = experts.pack(rows, weights)
+    packed = experts.routed(rows, weights.unsqueeze(1), in_place(rows))
     assert packed.dtype == dtype and packed.shape[1] * packed.itemsize == 8 * packed.itemsize + 16
     got, bits = experts._unpack(packed)
     assert torch.equal(got, rows) and torch.equal(bits.view(torch.int32), weights.view(torch.int32))

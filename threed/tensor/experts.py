@@ -126,20 +126,6 @@ class RowOrder(NamedTuple):
         return cls(rows, torch.empty_like(rows).scatter_(0, rows, places))
 
 
-class _Repeated(torch.autograd.Function):
-    """x [T, D] -> the rows of its tokens, [T k, D], in an order."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, rows: torch.Tensor, places: torch.Tensor, times: int):
-        ctx.save_for_backward(places)
-        ctx.times = times
-        return x[rows // times]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor):
-        return _sum(grads[0], ctx.saved_tensors[0], ctx.times), None, None, None
-
-
 class _Summed(torch.autograd.Function):
     """Rows [T k, D] -> the sum of each token's, [T, D]."""
 
@@ -151,45 +137,48 @@ class _Summed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor):
-        return grads[0][ctx.saved_tensors[0] // ctx.times], None, None, None
+        return grads[0].index_select(0, ctx.saved_tensors[0] // ctx.times), None, None, None
 
 
 def _sum(x: torch.Tensor, places: torch.Tensor, times: int) -> torch.Tensor:
-    return x[places].view(-1, times, x.shape[-1]).sum(1)
-
-
-def repeated(x_TD: torch.Tensor, order: RowOrder, times: int) -> torch.Tensor:
-    return _Repeated.apply(x_TD, *order, times)  # pyright: ignore[reportReturnType]
+    return x.index_select(0, places).view(-1, times, x.shape[-1]).sum(1)
 
 
 def summed(x_ND: torch.Tensor, order: RowOrder, times: int) -> torch.Tensor:
     return _Summed.apply(x_ND, *order, times)  # pyright: ignore[reportReturnType]
 
 
-class _Packed(torch.autograd.Function):
-    """Rows [N, D] and their weights [N] in fp32 -> [N, D + EXTRA bytes], in the dtype of the rows. What comes
-    back as its gradient is packed likewise: bits, not numbers to compute with."""
+class _Routed(torch.autograd.Function):
+    """x [T, D] and weights [T, k] in fp32 -> rows [T k, D + EXTRA bytes] in an order, in the dtype of x. What
+    comes back as their gradient is packed likewise: bits, not numbers to compute with."""
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, weights: torch.Tensor):
-        return _pack(rows, weights)
+    def forward(ctx: Any, x: torch.Tensor, weights: torch.Tensor, order: RowOrder):
+        rows, ctx.times = order.rows, weights.shape[1]
+        ctx.save_for_backward(order.places)
+        packed, of_tokens = _packed(x, weights.flatten().index_select(0, rows))
+        torch.index_select(x, 0, rows // ctx.times, out=of_tokens)
+        return packed
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor):
-        rows, weights = _unpack(grads[0])
-        return rows.contiguous(), weights.clone()
+        (places,), (rows, weights) = ctx.saved_tensors, _unpack(grads[0])
+        return _sum(rows, places, ctx.times), weights.index_select(0, places).view(-1, ctx.times), None
 
 
-def pack(rows_ND: torch.Tensor, weights_N: torch.Tensor) -> torch.Tensor:
-    return _Packed.apply(rows_ND, weights_N)  # pyright: ignore[reportReturnType]
+def routed(x_TD: torch.Tensor, weights_Tk: torch.Tensor, order: RowOrder) -> torch.Tensor:
+    """The rows of all tokens, each with its weight."""
+    return _Routed.apply(x_TD, weights_Tk, order)  # pyright: ignore[reportReturnType]
 
 
-def _pack(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    packed = rows.new_empty(len(rows), rows.shape[1] + EXTRA // rows.itemsize)
-    packed[:, :rows.shape[1]] = rows
-    behind = packed[:, rows.shape[1]:].view(torch.float32)
+def _packed(like: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Packed rows of the dtype and width of `like` [.., D], with these weights [N]; and the part of them that
+    the rows [N, D] are written to."""
+    width = like.shape[1]
+    packed = like.new_empty(len(weights), width + EXTRA // like.itemsize)
+    behind = packed[:, width:].view(torch.float32)
     behind[:, 0], behind[:, 1:] = weights, 0.0
-    return packed
+    return packed, packed[:, :width]
 
 
 def _unpack(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -222,11 +211,14 @@ class Groups:
         return self.counts.cumsum(0).to(torch.int32)
 
 
-def _product(x: torch.Tensor, matrices: torch.Tensor, groups: Groups) -> torch.Tensor:
-    """Each expert's rows times its matrix: [N, I], [e, I, O] -> [N, O]."""
+def _product(x: torch.Tensor, matrices: torch.Tensor, groups: Groups,
+             out: torch.Tensor | None = None) -> torch.Tensor:
+    """Each expert's rows times its matrix: [N, I], [e, I, O] -> [N, O], into `out` if there is one."""
     if by_one_kernel(x, matrices):
-        return F.grouped_mm(x, matrices, offs=groups.ends())
-    out = x.new_empty(len(x), matrices.shape[2])
+        product = F.grouped_mm(x, matrices, offs=groups.ends())
+        return product if out is None else out.copy_(product)
+    if out is None:
+        out = x.new_empty(len(x), matrices.shape[2])
     for rows, matrix in zip(groups.slices, matrices, strict=True):
         torch.mm(x[rows], matrix, out=out[rows])
     return out
@@ -255,21 +247,23 @@ class _Experts(torch.autograd.Function):
         opened = _product(rows, up.flatten(1, 2).transpose(1, 2), groups)
         ctx.save_for_backward(packed, opened, up, down)
         answers = _product(_inner(opened, weights), down.transpose(1, 2), groups)
-        return answers if order is None else answers[order.places]
+        return answers if order is None else answers.index_select(0, order.places)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor):
         packed, opened, up, down = ctx.saved_tensors
         order, groups, packed = ctx.order, ctx.groups, packed.detach()
-        grad = grads[0] if order is None else grads[0][order.rows]
+        grad = grads[0] if order is None else grads[0].index_select(0, order.rows)
         weights = _unpack(packed)[1]
         inner, grad_opened, grad_weights = _inner_backward(
-            _product(grad, down, groups), opened, weights if order is None else weights[order.rows])
+            _product(grad, down, groups), opened,
+            weights if order is None else weights.index_select(0, order.rows))
         operands = (grad_opened, lambda: _sorted(packed, order)[0]), (grad, again(inner))
         taken = [ctx.grads.take_grouped(matrix, *of, lambda: groups.slices) if matrix.requires_grad else None
                  for matrix, of in zip(ctx.matrices, operands, strict=True)]
-        back = _pack(_product(grad_opened, up.flatten(1, 2), groups), grad_weights)
-        return back if order is None else back[order.places], *taken, None, None, None
+        back, of_rows = _packed(packed[:, :up.shape[3]], grad_weights)
+        _product(grad_opened, up.flatten(1, 2), groups, of_rows)
+        return back if order is None else back.index_select(0, order.places), *taken, None, None, None
 
 
 def _inner(opened: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -294,7 +288,7 @@ def _inner_backward(grad: torch.Tensor, opened: torch.Tensor,
 
 
 def _sorted(packed: torch.Tensor, order: RowOrder | None) -> tuple[torch.Tensor, torch.Tensor]:
-    return _unpack(packed if order is None else packed[order.rows])
+    return _unpack(packed if order is None else packed.index_select(0, order.rows))
 
 
 def compute(packed: torch.Tensor, counts_re: torch.Tensor, up: torch.Tensor, down: torch.Tensor,

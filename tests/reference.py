@@ -7,6 +7,7 @@ plan, no engine, no flat buffers.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -217,10 +218,11 @@ class Reference:
         if model.normalize_top_k:
             weights = weights / weights.sum(1, keepdim=True)
         weights = weights * model.routed_scale
+        kept = self._within_capacity(model, picks, weights, x.shape[1]) if batch.train else picks >= 0
         up, down = self.live[f"{name}.experts.up"], self.live[f"{name}.experts.down"]
         total = torch.zeros_like(tokens)
         for expert in range(model.experts):
-            token, place = (picks == expert).nonzero(as_tuple=True)
+            token, place = ((picks == expert) & kept).nonzero(as_tuple=True)
             rows = tokens[token]
             gate, value = rows @ up[expert, 0].t(), rows @ up[expert, 1].t()
             inner = nn.functional.silu(gate.float()) * value.float() * weights[token, place].unsqueeze(1)
@@ -248,6 +250,24 @@ class Reference:
             allowed = [e for run in best[:model.groups_per_token] for e in run]
             picks.append(sorted(allowed, key=lambda e: (-row[e], e))[:k])
         return torch.tensor(picks)
+
+    @staticmethod
+    def _within_capacity(model: ExpertsConfig, picks: torch.Tensor, weights: torch.Tensor,
+                         sequences: int) -> torch.Tensor:
+        """Which choices of each token are computed."""
+        kept = torch.ones_like(picks, dtype=torch.bool)
+        if model.moe_capacity is None:
+            return kept
+        length = len(picks) // sequences
+        most = math.ceil(length * picks.shape[1] / model.experts * model.moe_capacity)
+        for sequence in range(sequences):
+            for expert in range(model.experts):
+                mine = [(-weights[token, place].item(), token, place)
+                        for token in range(sequence, len(picks), sequences)
+                        for place in range(picks.shape[1]) if picks[token, place] == expert]
+                for _, token, place in sorted(mine)[most:]:
+                    kept[token, place] = False
+        return kept
 
     @staticmethod
     def _penalty(model: ExpertsConfig, logits: torch.Tensor, scores: torch.Tensor, picks: torch.Tensor,

@@ -14,6 +14,7 @@ Shapes: T tokens of this rank in a micro-batch (s x B), k experts a token, E exp
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -57,6 +58,9 @@ class ExpertsConfig(ModelConfig):
     first_dense: int = key(0, "first blocks without experts", least=0)
     moe_room: float = key(2.0, "rows for which memory is planned on a rank, times those of balanced "
                           "experts", least=1)
+    moe_capacity: float | None = key(None, "most tokens of an expert in a sequence, over those of balanced "
+                                           "experts; the others are dropped in training. null: no limit",
+                                     above=0)
     moe_route: str = key("learned", "the choice of experts", choices={
         "learned": "", "balanced": "choice j of token t of a sequence is expert (t k + j) mod experts: for "
                                    "benchmarks"})
@@ -65,6 +69,18 @@ class ExpertsConfig(ModelConfig):
         "sequence": "an auxiliary loss, of each sequence by itself"})
     balance_weight: float = key(1e-3, "of the auxiliary loss", least=0)
     z_loss: float = key(0.0, "weight of the mean squared log of the router's sum of exponentials", least=0)
+
+    @property
+    def capacity(self) -> int:
+        """The most tokens of an expert in a sequence."""
+        most = self.seq_len * self.experts_per_token * (self.moe_capacity or 0.0) / self.experts
+        return self.seq_len if self.moe_capacity is None else min(self.seq_len, math.ceil(most))
+
+    @property
+    def room(self) -> float:
+        """Rows for which memory is planned on a rank, times those of balanced experts."""
+        most = self.capacity * self.experts / (self.seq_len * self.experts_per_token)
+        return min(self.moe_room, max(1.0, most))
 
     @property
     def inner(self) -> int:
@@ -108,7 +124,7 @@ class Routes(Layer):
         self.loss = model.balance == "sequence" or model.z_loss > 0
         self.without_grad = {"picks": "int64", "counts": "int64"}
         self.travels = {"counts": Exchanged("arriving", EP),
-                        "routed": Exchanged("arrived", EP, "counts", "arriving", model.moe_room)}
+                        "routed": Exchanged("arrived", EP, "counts", "arriving", model.room)}
 
     def makes(self, share: Share) -> dict[str, int]:
         model, rows = self.model, self.model.seq_len * self.model.experts_per_token
@@ -127,7 +143,16 @@ class Routes(Layer):
                 Saved("scores", scores), Saved("order of rows", 8 * tokens * k),
                 Saved("weights of experts", 4 * tokens * (k + 1) if model.normalize_top_k else 0))
         return (super().cost(share) + Cost((moved, rows), kept, tokens * row * self.router.learns)
-                + self._penalty_cost(share, tokens))
+                + self._penalty_cost(share, tokens) + self._capacity_cost(share, tokens))
+
+    def _capacity_cost(self, share: Share, tokens: int) -> Cost:
+        picks = 8 * tokens * self.model.experts_per_token
+        if self.model.moe_capacity is None:
+            return Cost()
+        sent = (share.sent(2 * self.model.seq_len * self.model.experts_per_token, TP, 1, 4)
+                if TP in share.sequence else Traffic())
+        return Cost((Moved("capacity", 8 * picks, 0, (16, 0)),),
+                    sent={("once", TP): sent} if sent.rings else {})
 
     def _penalty_cost(self, share: Share, tokens: int) -> Cost:
         model, scores = self.model, 4 * tokens * self.model.experts
@@ -155,11 +180,14 @@ class Routes(Layer):
         scores = experts.scores_of(logits, model.router_score)
         if picks is None or counts is None:
             picks = self._choice(scores, batch)
+            if model.moe_capacity is not None and batch.train:
+                picks = self._within_capacity(picks, scores, len(batch.samples_B))
             counts = experts.count(picks, model.experts).view(self.context.groups[EP].size(), -1)
-        weights = experts.weights_of(scores, picks, model.normalize_top_k, model.routed_scale)
+        weights = self._weights(scores, picks)
         if model.balance == "bias":
             weights = experts.counted(weights, self.router.compute.bias, picks, self.context.weight_grads)
-        order = experts.RowOrder.of(picks.flatten())
+        rows = experts.rows_of(counts) if model.moe_capacity is not None else None
+        order = experts.RowOrder.of(picks.flatten(), rows)
         routed = experts.routed(normed_TD, weights, order)
         penalty = self._penalty(logits, scores, picks, batch) if self.loss else None
         made = {"routed": routed, "picks": picks, "counts": counts}
@@ -178,6 +206,20 @@ class Routes(Layer):
         return experts.choose(scores, model.experts_per_token, model.expert_groups, model.groups_per_token,
                               bias)
 
+    def _weights(self, scores: torch.Tensor, picks: torch.Tensor) -> torch.Tensor:
+        model = self.model
+        return self.context.experts.weights_of(scores, picks % model.experts, model.normalize_top_k,
+                                               model.routed_scale)
+
+    def _within_capacity(self, picks: torch.Tensor, scores: torch.Tensor, sequences: int) -> torch.Tensor:
+        """The picks, with those that are dropped. Where ranks divide a sequence, they exchange theirs."""
+        model, weights = self.model, self._weights(scores, picks).detach()
+        each = torch.cat([picks.float(), weights], -1).unflatten(0, (-1, sequences))  # one call for both
+        whole, mine = self.context.whole(each)
+        picks, weights = whole.chunk(2, -1)
+        within = self.context.experts.within(picks.long(), weights, model.experts, model.capacity)
+        return within[mine].flatten(0, 1)
+
     def _penalty(self, logits: torch.Tensor, scores: torch.Tensor, picks: torch.Tensor,
                  batch: Batch) -> torch.Tensor:
         """The auxiliary loss of each sequence (DeepSeek-V3, equations 17 to 20), times its tokens, and the
@@ -189,8 +231,8 @@ class Routes(Layer):
         if model.balance == "sequence":
             if model.router_score == "sigmoid":
                 scores = scores / (scores.sum(-1, keepdim=True) + 1e-20)
-            chosen = F.one_hot(picks, model.experts).sum(1).view(-1, size, model.experts).sum(0).float()
-            counts_BE = self.context.summed(chosen)
+            chosen = F.one_hot(picks % model.experts, model.experts).sum(1).view(-1, size, model.experts)
+            counts_BE = self.context.summed(chosen.sum(0).float())
             share_BE = counts_BE * model.experts / (model.experts_per_token * model.seq_len)
             mean_BE = scores.view(-1, size, model.experts).sum(0)  # times the tokens of a sequence
             total = total + model.balance_weight * (share_BE * mean_BE).sum()
@@ -237,12 +279,12 @@ class Experts(Layer):
     def __init__(self, model: ExpertsConfig, index: int):
         self.model, self.name = model, f"blocks.{index}.experts"
         self.weights = ExpertWeights(model, self.name)
-        self.travels = {"answers": Exchanged("returned", EP, "arriving", "counts", 1 / model.moe_room)}
+        self.travels = {"answers": Exchanged("returned", EP, "arriving", "counts", 1 / model.room)}
 
     def rows(self, share: Share) -> int:
         """That arrive, as plans count them."""
         rows = share.bytes(self.model.seq_len * self.model.experts_per_token, SEQUENCE, 1)
-        return int(rows * (self.model.moe_room if share.over(EP) > 1 else 1))
+        return int(rows * (self.model.room if share.over(EP) > 1 else 1))
 
     def makes(self, share: Share) -> dict[str, int]:
         return {"answers": self.rows(share) * self.model.hidden * share.element}
@@ -292,7 +334,8 @@ class Collects(Layer):
     def forward(self, x_sBD: torch.Tensor | None, batch: Batch, returned: torch.Tensor,
                 picks: torch.Tensor) -> torch.Tensor:
         experts = self.context.experts
-        whole = experts.summed(returned, experts.RowOrder.of(picks.flatten()), self.model.experts_per_token)
+        order = experts.RowOrder.of(picks.flatten(), len(returned))
+        whole = experts.summed(returned, order, self.model.experts_per_token)
         return added(x_sBD, self.dropout(whole.unflatten(0, (-1, len(batch.samples_B))), batch))
 
 

@@ -37,7 +37,7 @@ def metrics_of(config: Config) -> tuple[list[Metrics], list[list[str]]]:
             report = meter.exchange(trace, trace.total_s, (False, False), 0.0)
             values = meter.metrics(report, 1.0)
             metrics.append({name: value for name, value in values.items() if name.startswith("moe/")})
-            warnings.append(meter.balance.warnings)
+            warnings.append(meter.spread.warnings)
         return metrics, warnings
 
     metrics, warnings = run_loopback(plan, make_mesh(config), work)[0]
@@ -66,12 +66,12 @@ def test_imbalance_is_that_of_the_choices(name, references):
     for step, values in enumerate(metrics_of(config)[0]):
         rows, experts = expected(config, picks, step)
         assert values == {"moe/imbalance": pytest.approx(rows), "moe/load_max": pytest.approx(experts),
-                          "moe/room": 0}
+                          "moe/room": 0, "moe/dropped": 0}
         assert experts > 1 and (rows > 1) == (name != "alone")
 
 
 def test_balanced():
-    one = {"moe/imbalance": 1, "moe/load_max": 1, "moe/room": 0}
+    one = {"moe/imbalance": 1, "moe/load_max": 1, "moe/room": 0, "moe/dropped": 0}
     config = moe(*MESHES["ep"], "model.moe_route=balanced", "model.moe_room=1", VERIFY)
     assert metrics_of(config)[0] == [one] * STEPS
 

@@ -68,7 +68,7 @@ def test_key_of_megatron(key, instead):
     ("gpus parallel.devices run.num_gpus world_size parallel.gpus", "that only plan take --devices N"),
     ("nodes parallel.num_nodes", "NNODES, NODE_RANK and MASTER_ADDR"),
     ("parallel.cp parallel.context_parallel cp", "threed has no context parallelism"),
-    ("model.expert_ffn_hidden model.z_loss", "it is a key of model.family=moe"),
+    ("model.expert_ffn_hidden model.moe_capacity", "it is a key of model.family=moe"),
     ("parallel.ep_size model.ep_size", "use parallel.ep, with model.family=moe"),
     ("model.experts model.moe model.num_experts_per_tok", "use model.family=moe, whose keys are"),
     ("model.n_layer model.n_layers n_layer model.depth", "use model.layers"),

@@ -30,7 +30,12 @@ def unknown(key: str, keys: Sequence[str]) -> UnknownKey:
     """The problem of a key that is none of `keys`."""
     from threed.base.words import meant
     from threed.config.synonyms import whose  # long tables, which a config without mistakes does not need
+    from threed.models.families.registry import FAMILIES
+    from threed.schema.config import keys_of
 
+    other = next((name for name, family in FAMILIES.items() if key in keys_of(family.config)), "")
+    if other:
+        return UnknownKey(key, f"{key}: unknown key; it is a key of model.family={other}", "", "")
     begun = [known for known in keys if known.startswith(key)]
     framework, said = whose(key) or ("", None if begun else meant(key))
     if said is not None:
@@ -38,12 +43,7 @@ def unknown(key: str, keys: Sequence[str]) -> UnknownKey:
     section, _, tail = key.replace("-", "_").rpartition(".")
     near = begun or _alike(tail, [known for known in keys if known.startswith(f"{section}.")])
     near = near or _alike(tail, keys, _NEARER)
-    from threed.models.families.registry import FAMILIES
-    from threed.schema.config import keys_of
-
-    other = next((name for name, family in FAMILIES.items() if key in keys_of(family.config)), "")
-    hint = (f"it is a key of model.family={other}" if other else f"did you mean {near[0]}?" if near
-            else "the keys are listed in configs/reference.yaml")
+    hint = f"did you mean {near[0]}?" if near else "the keys are listed in configs/reference.yaml"
     return UnknownKey(key, f"{key}: unknown key; {hint}", "", near[0] if near else "")
 
 

@@ -20,7 +20,7 @@ time/compute time/p2p_wait time/dp_wait time/optimizer time/offload time/idle
                                   of the step on a rank [s], mean: see monitor/attribute; per stage as .../0,
                                   .../1
 comm/bytes_dp comm/bytes_tp comm/bytes_pp                  sent by all ranks in the step
-moe/imbalance moe/load_max moe/room                        with experts: see monitor/balance
+moe/imbalance moe/load_max moe/room moe/dropped            with experts: see monitor/spread
 integrity/verified_steps          so far in this process, where run.verify_every is set
 integrity/rehearsal_s             of a verified step: of its first computation, which perf/step_s leaves out
 straggler/rank straggler/slower                            the rank whose own work took longest, and how many

@@ -23,7 +23,7 @@ from threed.devices import device_of
 from threed.features.travel.arrivals import Arrivals
 from threed.models.model import model_flops
 from threed.monitor.attribute import CAUSES, OF_FOLDS, PARTS, attribute, parts
-from threed.monitor.balance import COLUMNS, Balance
+from threed.monitor.spread import COLUMNS, Spread
 from threed.monitor.straggler import WORK, Stragglers, by_place
 from threed.program.analysis import Analysis
 from threed.program.instruction import Instruction, Op
@@ -82,7 +82,7 @@ class Meter:
     comm: Comm
     arrivals: Arrivals
     stragglers: Stragglers = field(init=False)
-    balance: Balance = field(default_factory=Balance)
+    spread: Spread = field(default_factory=Spread)
     _sent: dict[str, int] = field(default_factory=dict)
     _predicted: list[float] | None = None
     _spent_s: float = 0.0
@@ -180,7 +180,7 @@ class Meter:
         values |= {f"comm/bytes_{axis}": float(step.column(f"sent_{axis}").sum())
                    for axis in (*shown(mesh.sizes), *sorted(mesh.folded))}
         values |= self.stragglers.look({what: step.column(what) for what in WORK})
-        values |= self.balance.look(*(step.column(what) for what in COLUMNS))
+        values |= self.spread.look(*(step.column(what) for what in COLUMNS))
         values["memory/peak_bytes"] = float(step.column("memory").max())
         if self._excluded_s:
             values["perf/apart_s"], self._excluded_s = self._excluded_s, 0.0

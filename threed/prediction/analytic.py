@@ -15,7 +15,7 @@ from threed.prediction.prices import Prices, Travel
 from threed.program.buffers import lowered
 from threed.program.effects import effects
 from threed.program.entries import ComputeUnit
-from threed.program.instruction import COMPUTE, PARTS, Instruction, Op, Tier
+from threed.program.instruction import COMPUTE, PARTS, PHASES, Instruction, Op, Tier
 from threed.program.plan import Plan
 from threed.program.simulate import Costs, cost_of
 from threed.program.traffic import moved_by, sent_by
@@ -98,7 +98,7 @@ class _Compute:
     def _seconds(self, op: Op, unit: ComputeUnit) -> float:
         prices = self.prices
         if op in (Op.FORWARD, Op.RECOMPUTE):
-            return prices.forward(unit.kernels) + self._sent(unit, "forward")
+            return prices.forward(unit.kernels) + sum(self._sent(unit, phase) for phase in PHASES[op])
         # Pieces are computed again when the input half begins.
         first = prices.forward(unit.again) + prices.input_half(unit.kernels)
         second = prices.weight_half(unit.kernels)
@@ -118,7 +118,7 @@ class _Compute:
     def _sent(self, unit: ComputeUnit, phase: str) -> float:
         """Of the collectives in a phase: all-reduces, or where the sequence is cut, gathers and scatters."""
         cut, seconds = self._cut(unit), 0.0
-        for axis, size in unit.traffic[phase].items():
+        for axis, size in unit.traffic.get(phase, {}).items():
             rings, place = unit.rings[phase].get(axis, 0), self.places[axis]
             seconds += (self.travel.ring(size, place, rings) if cut else
                         self.travel.all_reduce(size, place, rings // 2))

@@ -70,7 +70,7 @@ class ComputeUnit:
     kernels: tuple[Kernel, ...]  # of a micro-batch, this rank's share
     saved_bytes: int  # kept from FORWARD to BACKWARD, a micro-batch
     operand_bytes: int  # kept from BACKWARD_INPUT to BACKWARD_WEIGHT
-    traffic: dict[str, dict[str, int]]  # phase (forward, input, weight) -> axis -> bytes sent in that phase
+    traffic: dict[str, dict[str, int]]  # phase of PHASES -> axis -> bytes sent in it
     # Likewise -> how many rings they are: 1 for an all-gather or a reduce-scatter, 2 for an all-reduce
     rings: dict[str, dict[str, int]] = field(default_factory=dict)
     recompute: bool = False  # whether FORWARD keeps only its input, and RECOMPUTE computes the rest again

@@ -67,8 +67,9 @@ class Op(StrEnum):
 
 BACKWARDS = (Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
 COMPUTE = (Op.FORWARD, Op.RECOMPUTE, *BACKWARDS)
-# The phases that each compute op runs: the forward pass, the input's gradient, the weights' gradients.
-PHASES: dict[Op, tuple[str, ...]] = {Op.FORWARD: ("forward",), Op.RECOMPUTE: ("forward",),
+# The phases that each compute op runs: the forward pass and what RECOMPUTE does not repeat of it, the input's
+# gradient, the weights' gradients.
+PHASES: dict[Op, tuple[str, ...]] = {Op.FORWARD: ("forward", "once"), Op.RECOMPUTE: ("forward",),
                                      Op.BACKWARD: ("input", "weight"), Op.BACKWARD_INPUT: ("input",),
                                      Op.BACKWARD_WEIGHT: ("weight",)}
 MESSAGES = (Op.SEND, Op.RECV)

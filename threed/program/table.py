@@ -77,7 +77,7 @@ class Table:
         if item.keep == "logits" and self.logits and item.unit in self.logits.sent:
             sent = [self.logits.sent[item.unit]]
         else:
-            sent = [self.units[item.unit].traffic[phase] for phase in PHASES[item.op]]
+            sent = [self.units[item.unit].traffic.get(phase, {}) for phase in PHASES[item.op]]
         return tuple(sorted({axis for sizes in sent for axis, size in sizes.items() if size}))
 
     def makes_loss(self, position: int) -> bool:

@@ -20,7 +20,7 @@ def sent_by(table: Table, instruction: Instruction) -> dict[str, int]:
     if instruction.keep == "logits" and table.logits and unit in table.logits.sent:
         return table.logits.sent[unit]
     if op in PHASES:
-        return add_up(table.units[unit].traffic[phase] for phase in PHASES[op])
+        return add_up(table.units[unit].traffic.get(phase, {}) for phase in PHASES[op])
     if op == Op.SEND:
         return {GROUPS["pp"].counts: table.size(instruction.slot)}
     if instruction.of_slot and op != Op.RELEASE:

@@ -198,6 +198,16 @@ class Context:
             self.group.all_reduce(count := count.contiguous()).wait()
         return count
 
+    def whole(self, part_sB: torch.Tensor) -> tuple[torch.Tensor, slice]:
+        """The values without a gradient, [s, B, ...], of all tokens of the sequences, [S, B, ...]; and where
+        those of this rank are."""
+        if not self.sequence_parallel:
+            return part_sB, slice(None)
+        length = len(part_sB)
+        whole = part_sB.new_empty(self.group.size() * length, *part_sB.shape[1:])
+        self.group.all_gather(whole, part_sB.contiguous()).wait()
+        return whole, slice(self.group.rank() * length, (self.group.rank() + 1) * length)
+
     def mean_loss(self, losses_SB: torch.Tensor, batch: Batch) -> torch.Tensor:
         """A micro-batch's part of the mean loss over the tokens that count in the global batch."""
         if batch.masked:

@@ -5,6 +5,8 @@ that came to it, D hidden, F hidden layer of an expert.
 
     picks [T, k]    rows [T k], sorted by expert: row j is of token order[j] // k
 
+A pick of E + e is one of expert e that its capacity drops: it has no row.
+
 A row travels with its weight in the sum, in fp32 (`pack`): applied where the row is computed, it leaves a
 plain sum for the way back, whose gradient is a copy.
 """
@@ -62,7 +64,8 @@ class _Counted(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor):
-        rows = count(ctx.picks, len(ctx.bias)).float()
+        experts = len(ctx.bias)
+        rows = count(ctx.picks % experts, experts).float()  # dropped ones, too
         return grads[0], ctx.grads.take_count(ctx.bias, rows), None, None
 
 
@@ -94,10 +97,29 @@ def balanced(places_T: torch.Tensor, per_token: int, experts: int) -> torch.Tens
     return (places_T.unsqueeze(1) * per_token + torch.arange(per_token, device=places_T.device)) % experts
 
 
+def within(picks_SBk: torch.Tensor, weights_SBk: torch.Tensor, experts: int, capacity: int) -> torch.Tensor:
+    """The picks of whole sequences; E is added to those that are beyond `capacity` tokens of an expert in a
+    sequence: the ones of least weight, and of equal ones the later."""
+    sequences = torch.arange(picks_SBk.shape[1], device=picks_SBk.device)
+    keys = (picks_SBk + experts * sequences.view(-1, 1)).flatten()
+    heaviest = weights_SBk.flatten().argsort(descending=True, stable=True)
+    order = heaviest[keys[heaviest].argsort(stable=True)]
+    sorted_keys, places = keys[order], torch.arange(len(keys), device=keys.device)
+    first = torch.searchsorted(sorted_keys, sorted_keys)
+    beyond = torch.empty_like(keys).scatter_(0, order, (places - first >= capacity).long())
+    return picks_SBk + experts * beyond.view_as(picks_SBk)
+
+
 def count(picks_Tk: torch.Tensor, experts: int) -> torch.Tensor:
     """The rows of each expert, [E], int64."""
     flat = picks_Tk.flatten()
-    return flat.new_zeros(experts).scatter_add_(0, flat, torch.ones_like(flat))
+    return flat.new_zeros(2 * experts).scatter_add_(0, flat, torch.ones_like(flat))[:experts]
+
+
+def rows_of(counts: torch.Tensor) -> int | None:
+    """How many rows leave, where capacity drops some; on a GPU the host waits for it. None: as many as there
+    are picks (without values, for a plan)."""
+    return None if isinstance(counts, FakeTensor) else int(counts.sum())
 
 
 def weights_of(scores_TE: torch.Tensor, picks_Tk: torch.Tensor, normalize: bool,
@@ -116,14 +138,15 @@ class RowOrder(NamedTuple):
     """The order of rows by expert."""
 
     rows: torch.Tensor  # row -> its place in picks, flattened
-    places: torch.Tensor  # the inverse
+    places: torch.Tensor  # the inverse; of what is no row, a number behind them
 
     @classmethod
-    def of(cls, keys: torch.Tensor) -> RowOrder:
-        """Of keys [N], equal ones in the order in which they are."""
+    def of(cls, keys: torch.Tensor, count: int | None = None) -> RowOrder:
+        """Of keys [N], equal ones in the order in which they are. `count`: so many are rows, the first ones
+        in this order."""
         rows = keys.argsort(stable=True)
         places = torch.arange(len(rows), device=rows.device)
-        return cls(rows, torch.empty_like(rows).scatter_(0, rows, places))
+        return cls(rows[:count], torch.empty_like(rows).scatter_(0, rows, places))
 
 
 class _Summed(torch.autograd.Function):
@@ -141,7 +164,14 @@ class _Summed(torch.autograd.Function):
 
 
 def _sum(x: torch.Tensor, places: torch.Tensor, times: int) -> torch.Tensor:
-    return x.index_select(0, places).view(-1, times, x.shape[-1]).sum(1)
+    return _at(x, places).view(-1, times, x.shape[-1]).sum(1)
+
+
+def _at(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """Rows of x; zeros where there is none."""
+    if len(x) < len(places):
+        x, places = torch.cat([x, x.new_zeros(1, *x.shape[1:])]), places.clamp(max=len(x))
+    return x.index_select(0, places)
 
 
 def summed(x_ND: torch.Tensor, order: RowOrder, times: int) -> torch.Tensor:
@@ -163,7 +193,7 @@ class _Routed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor):
         (places,), (rows, weights) = ctx.saved_tensors, _unpack(grads[0])
-        return _sum(rows, places, ctx.times), weights.index_select(0, places).view(-1, ctx.times), None
+        return _sum(rows, places, ctx.times), _at(weights, places).view(-1, ctx.times), None
 
 
 def routed(x_TD: torch.Tensor, weights_Tk: torch.Tensor, order: RowOrder) -> torch.Tensor:

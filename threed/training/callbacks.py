@@ -194,7 +194,7 @@ class Logging(Callback):
             left_s = left * (now_s - self.first_ended_s) / (step.number - self.first)
         self.recent.append(step.metrics)
         trainer.log.step(step.number, step.metrics, left_s)
-        for line in (*trainer.meter.stragglers.warnings, *trainer.meter.balance.warnings):
+        for line in (*trainer.meter.stragglers.warnings, *trainer.meter.spread.warnings):
             trainer.log.say(line)
 
     def on_end(self, trainer: Trainer) -> None:

@@ -13,7 +13,7 @@ _WAYS = """
     moe_grouped_gemm moe_use_legacy_grouped_gemm moe_permute_fusion moe_router_fusion
     moe_token_dispatcher_type moe_enable_deepep moe_flex_dispatcher_backend moe_deepep_num_sms
     moe_hybridep_num_sms moe_per_layer_logging moe_router_dtype moe_shared_expert_overlap
-    moe_token_drop_policy moe_pad_expert_input_to_capacity moe_router_padding_for_fp8
+    moe_pad_expert_input_to_capacity moe_router_padding_for_fp8
     moe_router_padding_for_quantization create_moe_param_group
 """
 
@@ -89,6 +89,18 @@ def _weight(value: Any, given: Given) -> Any:
     return _single(value, given)
 
 
+def _capacity(value: Any, _: Given) -> Any:
+    if value is None or value < 0:
+        raise Dropped("no token is dropped")
+    return value
+
+
+def _drops(value: Any, _: Given) -> Any:
+    if value != "probs":
+        raise Refused("threed drops tokens by weight, not by position: moe_token_drop_policy=probs")
+    raise Dropped("as threed does it")
+
+
 def _refused(why: str) -> Callable[[Any, Given], Any]:
     def take(_: Any, __: Given) -> Any:
         raise Refused(why)
@@ -115,8 +127,9 @@ KEYS = (
     Key("moe_aux_loss_coeff", "model.balance_weight", with_experts(_weight)),
     Key("moe_z_loss_coeff", "model.z_loss", with_experts()),
     Key("moe_router_force_load_balancing", "model.moe_route=balanced", with_experts(lambda *_: "balanced")),
-    Key("moe_expert_capacity_factor", NOTHING + "threed drops no token",
-        _refused("threed drops no token: every row is computed")),
+    Key("moe_expert_capacity_factor", "model.moe_capacity (of each sequence, not of a rank's micro-batch)",
+        with_experts(_capacity)),
+    Key("moe_token_drop_policy", "model.moe_capacity (by weight)", with_experts(_drops), ("probs",)),
     Key("moe_layer_recompute", NO_KEY + "activation.policy says what is computed again"),
     *(Key(name, NO_KEY + "threed has one way to do it") for name in _WAYS.split()),
     Key("moe_*", NOTHING + "threed has no such setting of experts", _refused("threed has no such setting")),

@@ -14,34 +14,37 @@ from threed.program.table import Table
 
 @dataclass
 class Arrivals:
-    """Of the exchanges since `begin` whose counts have come from other ranks, too. Of balanced ranks as many
-    rows come as leave; the plan has room for `Trip.bytes`."""
+    """Of the exchanges since `begin` whose counts have come from other ranks, too. As many rows leave as the
+    plan says, if none is dropped; of balanced ranks as many come; there is room for `Trip.bytes`."""
 
     table: Table
     imbalance: float = 0.0  # most rows that came in an exchange, over those of balanced ranks; 0: no exchange
     load: float = 0.0  # most of them for one of what this rank has (an expert), over the mean of all
     beyond: int = 0  # exchanges in which more came than the plan has room for
+    chosen: int = 0  # rows that would have left, if none were dropped
+    dropped: int = 0  # of these, how many were
     worst: str = ""  # the most, in words
 
     def begin(self) -> None:
         self.imbalance = self.load = 0.0
-        self.beyond, self.worst = 0, ""
+        self.beyond = self.chosen = self.dropped = 0
+        self.worst = ""
 
-    def add(self, move: Move, takes: torch.Tensor, leaves: int) -> None:
+    def add(self, move: Move, takes: torch.Tensor, leaves: int, row_bytes: int) -> None:
         """`takes` [ranks, ...]: the rows that come; `leaves`: those that leave."""
-        trip = move.handed.trip
-        made = self.table.units[move.source.unit].makes
-        if trip is None or not leaves or not _unknown(trip.counts, [each.trip for each in made if each.trip]):
+        trip, made = move.handed.trip, self.table.units[move.source.unit].makes
+        if trip is None or not _unknown(trip.counts, [each.trip for each in made if each.trip]):
             return
-        each = takes.reshape(len(takes), -1).sum(0)
-        rows, room = int(each.sum()), leaves * trip.bytes // max(move.handed.bytes, 1)
-        self.load = max(self.load, int(each.max()) * len(each) / leaves)
+        each, balanced = takes.sum(0), max(move.handed.bytes // max(row_bytes, 1), leaves, 1)
+        rows, room = int(each.sum()), max(trip.bytes // max(row_bytes, 1), 1)
+        self.chosen, self.dropped = self.chosen + balanced, self.dropped + balanced - leaves
+        self.load = max(self.load, int(each.max()) * len(each) / balanced)
         self.beyond += rows > room
-        if rows / leaves > self.imbalance:
-            self.imbalance = rows / leaves
+        if rows / balanced > self.imbalance:
+            self.imbalance = rows / balanced
             unit = self.table.units[move.source.unit].name
             self.worst = (f"{rows} rows of '{trip.becomes}' came from {unit} in micro-batch "
-                          f"{move.source.microbatch}, {self.imbalance:.2f} times the {leaves} of balanced "
+                          f"{move.source.microbatch}, {self.imbalance:.2f} times the {balanced} of balanced "
                           f"ranks; the plan has room for {room}")
 
     def advice(self, error: Exception) -> str:

@@ -72,15 +72,17 @@ class TravelRun:
             part = empty(len(value) // size)
             group.reduce_scatter(part, value.contiguous()).wait()
             return part
-        gives, takes = self._counted(move, counts, len(value), size)
+        gives, takes = self._counted(move, counts, value, size)
         if size == 1:
             return value
         came = empty(sum(takes))
         group.exchange(came, value.contiguous(), gives, takes).wait()
         return came
 
-    def _counted(self, move: Move, counts: list[Callable[[], torch.Tensor]], rows: int, size: int) -> Rows:
+    def _counted(self, move: Move, counts: list[Callable[[], torch.Tensor]], value: torch.Tensor,
+                 size: int) -> Rows:
         """The rows of an exchange. RunError where they are not those of the tensor."""
+        rows = len(value)
         if not counts:
             if rows % size:
                 raise RunError(f"{self._who(move)} {rows} rows, equally many for each of {size} ranks: send "
@@ -101,7 +103,7 @@ class TravelRun:
             raise RunError(f"{self._who(move)} {rows} rows, and the counts for the ranks, {gives}, add up "
                            f"to {sum(gives)}")
         self._rows[gradient_of(move.source)] = gives, takes
-        self.arrivals.add(move, known[1], rows)
+        self.arrivals.add(move, known[1], rows, value.itemsize * value.shape[1:].numel())
         return gives, takes
 
     def _who(self, move: Move) -> str:

@@ -69,6 +69,8 @@ FULL, PARTITION, KEPT_CPU = ("activation.policy=full",), "activation.partition=t
 TRAVEL = "model.family=tests/families/travelling.py:TRAVELLING"
 IN_PARTS = "parallel.split_messages=on"
 TILES = ("model.tile_linears=256", "model.heads=4")
+EXPERTS = ("model.family=moe", "model.experts=4", "model.expert_ffn_hidden=8", "parallel.ep=2")
+SHARED, BALANCED = "model.shared_expert_ffn=8", ("model.balance=bias", "optimizer.balance_rate=0.05")
 
 
 def ahead(uses: int) -> str:
@@ -153,6 +155,13 @@ CASES = {
     "parts-interleaved": Case(60, 2, 3, tp=2, others=(IN_PARTS, *INTERLEAVED, UNTIED)),
     "parts-partition-zb-v-zero3": Case(60, 2, 2, dp=2, tp=2, others=(
         IN_PARTS, *FULL, PARTITION, "parallel.schedule=zb-v", ZERO_3)),
+    "experts": Case(120, 1, 2, layers=1, dp=2, others=(*EXPERTS, SHARED)),
+    "experts-full-zero2": Case(80, 1, 2, layers=1, dp=2, others=(*EXPERTS, *FULL, *BALANCED, ZERO_2)),
+    "experts-folded-1f1b": Case(60, 2, 2, tp=2, dp=2, others=(*EXPERTS, SP, "parallel.ep=4", ZERO_1)),
+    "experts-zb-h1-zero3": Case(80, 2, 2, dp=2, others=(*EXPERTS, SHARED, "parallel.schedule=zb-h1", ZERO_3)),
+    "experts-zb-v-cpu-full": Case(60, 2, 2, dp=2, others=(*EXPERTS, *BALANCED, "parallel.schedule=zb-v", CPU,
+                                                          *FULL, KEPT_CPU)),
+    "experts-groups-zero3": Case(60, 1, 2, layers=1, dp=4, others=(*EXPERTS, GROUPS, ZERO_3, UNTIED)),
 }
 
 
@@ -192,7 +201,8 @@ def change(program: list[Instruction], rng: random.Random) -> None:
     elif kind == "word":
         fields = [field for field in FIELDS[program[i].op] if field in WORDS] or list(WORDS)
         field = rng.choice(fields)
-        program[i] = program[i]._replace(**{field: rng.choice(WORDS[field])})
+        own = sorted({item.kind for item in program} - {*WORDS["kind"]}) if field == "kind" else ()
+        program[i] = program[i]._replace(**{field: rng.choice((*WORDS[field], *own))})
     else:
         program[i] = program[i]._replace(**{kind: rng.randint(-1, 7)})
 
@@ -249,7 +259,7 @@ def run(config: Config, plan: Plan) -> Ranks:
 
 
 LANES = ("at once", "beside", "late")  # when a lane's jobs run; all of a run's are alike
-LATE = ("dp", "d2h", "h2d", "read", "write", "host")
+LATE = ("dp", "ep", "d2h", "h2d", "read", "write", "host")
 
 
 class LateLane(ThreadLane):

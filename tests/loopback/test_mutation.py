@@ -13,7 +13,7 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -355,6 +355,45 @@ def check(case: Case, seed: int, path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert not wrong, "\n\n".join(wrong[:5])
     assert counts["rejected"] > counts["right"]
     return counts
+
+
+def of_exchanges(program: Sequence[Instruction]) -> Iterator[tuple[bool, list[Instruction]]]:
+    """Each EXCHANGE of a program left out, twice, or of another micro-batch; and in the place of another, or
+    anywhere. And whether the edit may be right: it only changes the order."""
+    places = [index for index, item in enumerate(program) if item.op == Op.EXCHANGE]
+    for i in places:
+        item, before, behind = program[i], program[:i], program[i + 1:]
+        for instead in ([], [item, item], [item._replace(microbatch=1 - item.microbatch)]):
+            yield False, [*before, *instead, *behind]
+        for j in places:
+            swapped = list(program)
+            swapped[i], swapped[j] = program[j], item
+            yield True, swapped
+        rest = [*before, *behind]
+        yield from ((True, [*rest[:j], item, *rest[j:]]) for j in range(len(program)))
+
+
+@pytest.mark.parametrize("name", [pytest.param("experts", marks=pytest.mark.core), "experts-full-zero2",
+                                  "experts-zb-h1-zero3"])
+def test_every_exchange(name, monkeypatch):
+    """Few of these edits are accepted, each of another order; they train as the plan does."""
+    monkeypatch.setattr(loopback, "TIMEOUT_S", 30.0)
+    config, haste = CASES[name].config(), Haste(monkeypatch, 1)
+    plan = make_plan(config)
+    program, *others = plan.programs["train"]
+    right, accepted = run(config, plan), {program}
+    for may_be_right, edit in of_exchanges(program):
+        if (changed := tuple(edit)) in accepted:
+            continue
+        try:
+            check_programs("train", [changed, *others], plan.table)
+        except PlanError:
+            continue
+        assert may_be_right, difference([program], [changed])
+        accepted.add(changed)
+        haste.lanes = LANES[len(accepted) % len(LANES)]
+        assert_parity(run(config, Plan(plan.table, {**plan.programs, "train": [changed, *others]})), right)
+    assert len(accepted) > 4
 
 
 FEW = 36  # edits of a case in `make test`

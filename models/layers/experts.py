@@ -124,7 +124,7 @@ class Routes(Layer):
         self.loss = model.balance == "sequence" or model.z_loss > 0
         self.without_grad = {"picks": "int64", "counts": "int64"}
         self.travels = {"counts": Exchanged("arriving", EP),
-                        "routed": Exchanged("arrived", EP, "counts", "arriving", model.room)}
+                        "routed": Exchanged("arrived", EP, "counts", "arriving", model.room, EXTRA)}
 
     def makes(self, share: Share) -> dict[str, int]:
         model, rows = self.model, self.model.seq_len * self.model.experts_per_token

@@ -51,6 +51,8 @@ def _mesh(dp: int, tp: int = 1, pp: int = 1, *more: str) -> tuple[str, ...]:
     return (f"parallel.dp={dp}", f"parallel.tp={tp}", f"parallel.pp={pp}", *more)
 
 
+MOE = ("model.family=moe", "model.experts=4", "model.expert_ffn_hidden=16", "model.activation=swiglu",
+       "model.bias=false", "model.balance=bias", "parallel.ep=2")
 # By name: overrides. `{disk}` is a folder of the trial.
 SISTERS = {
     "few tensors": _mesh(2, 1, 1, "model.layers=1", "model.bias=false", "model.norm=rmsnorm"),
@@ -69,7 +71,11 @@ SISTERS = {
     "dp3": _mesh(2, 1, 1, "parallel.dp=3", "train.global_batch_size=6"),
     "dp2 pp2 zero2": _mesh(2, 1, 2, "zero.stage=2"),
     "tp2 pp2": _mesh(1, 2, 2),
+    "dp2 ep2": _mesh(2, 1, 1, *MOE, "zero.stage=2"),
+    "dp2 tp2 ep4 zero3": _mesh(2, 2, 1, *MOE, "parallel.sequence_parallel=true", "parallel.ep=4",
+                               "zero.stage=3"),
 }
+EXPERTS = ["dp2 ep2", "dp2 tp2 ep4 zero3"]
 FIRST = "few tensors"  # the one whose saves are gone through call by call: they are the shortest
 ANY_MESH = ["dp2", "dp2 zero2", "dp2 zero3", "dp2 zero3 cpu", "dp2 zero3 nvme", "tp2", "pp2", "pp2 zb-h1",
             "dp2 pp2 zero2", "tp2 pp2"]

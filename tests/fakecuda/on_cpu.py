@@ -11,6 +11,7 @@ ON_CPU: dict[str, str] = {
     "test_agree.py::test_who_takes_the_compiled_step": "the compiled step is the CPU's",
     "test_checkpoint.py::test_a_copy_of_one_moment": "it holds up a lane's thread; a GPU's is a stream",
     "test_checkpoint.py::test_a_step_waits_for_its_copy": "as above",
+    "test_experts.py::test_for_whom_ranks_wait": "it holds up a lane's thread; a GPU's is a stream",
     "test_extending_models.py": "its guides are scripts, which begin before fake GPUs are there",
     "test_documents.py::test_cell": "16-bit attention is plain here, and rounds more than the reference's",
     "test_fused.py::test_compiled": "inductor does not know fake GPUs; make kernels compiles for a GPU",

@@ -11,6 +11,7 @@ import torch
 import threed.launcher.local  # noqa: F401  (imported before the runs fork)
 from tests.running import Run, losses, metrics
 from threed.features.pipeline.run import PipelineRun
+from threed.models.layers.experts import Routes
 from threed.program.instruction import Slot
 
 TOY = ["train", "configs/toy.yaml", "model.layers=4", "model.hidden=32", "model.seq_len=32",
@@ -73,3 +74,22 @@ def test_a_rank_that_computes_wrongly(start, tmp_path, monkeypatch):
     monkeypatch.undo()
     again = start("run", "run.verify_every=2", "parallel.stage_units=[3,3]")
     assert again.wait() == 0 and "after step 2" in again.output, again.output
+
+
+def test_a_rank_that_routes_wrongly(start, monkeypatch):
+    """One token's experts, on one rank, in step 4: other ranks get other numbers of rows, and it is named."""
+    def wrong(self, scores, batch):
+        picks = original(self, scores, batch)
+        self.chose = getattr(self, "chose", 0) + batch.train
+        first = self.chose == 4 * (1 + 2 + 1 + 1) + 1  # of 4 micro-batches; steps 2 and 4 run twice
+        if self.context.groups["ep"].rank() == 1 and self.name == "blocks.2" and first:
+            picks[0] = (picks[0] + 2) % 4
+        return picks
+
+    original = Routes._choice
+    monkeypatch.setattr(Routes, "_choice", wrong)
+    run = start("run", "run.verify_every=2", "model.family=moe", "model.activation=swiglu", "model.experts=4",
+                "model.expert_ffn_hidden=16", "parallel.sequence_parallel=true", "parallel.ep=2")
+    assert run.wait() == 3, run.output
+    assert ("step 4 was computed twice, with two results: first in the output of u7 (blocks.2), micro-batch "
+            "0, FORWARD, on rank 1 (pp0 dp0 tp1)") in run.output, run.output

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from threed.comm.process import initialized
 from threed.config.load import checked
 from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
+from threed.features.travel.run import TravelRun
 from threed.layout_search.best_first import Search
 from threed.layout_search.layout import config_of
 from threed.models.layers.experts import Routes
@@ -292,6 +295,42 @@ def test_search():
         for found in result.timed[:3]:
             config = checked(config_of(found.layout, base))
             assert found.step_s == pytest.approx(full_s(config, H100), rel=0.02)
+
+
+def test_for_whom_ranks_wait(monkeypatch):
+    """A rank does not come to an exchange. Each names the first instruction of a lane that does not end, and
+    its ranks: what comes behind it on the lane may be of other ranks."""
+    config = moe(*MESHES["ep-edp"], *SHARED, "zero.stage=1", "model.layers=1")
+    plan, taken = make_plan(config), TravelRun._taken
+    engines, here, come = {}, threading.Barrier(5, timeout=60), threading.Event()
+
+    def late(self, move, *others):
+        if self.comm.rank == 1 and move.source.kind == "counts" and not come.is_set():
+            come.wait(60)
+        return taken(self, move, *others)
+
+    monkeypatch.setattr(TravelRun, "_taken", late)
+
+    def work(comm: Comm) -> None:
+        engines[comm.rank] = engine = Engine(config, plan, comm)
+        here.wait()
+        engine.train_step(batches(config, comm, 0))
+
+    ranks = threading.Thread(target=run_loopback, args=(plan, make_mesh(config), work), daemon=True)
+    ranks.start()
+    here.wait()
+    counts = ("at 'FORWARD u3 m0', which needs 'EXCHANGE routed u1 m0 (ep)', "
+              "behind 'EXCHANGE counts u1 m0 (ep)', with rank ")
+    sums = "at 'CLIP', which needs 'REDUCE p0 (dp)', behind 'REDUCE p5 (dp)', with ranks "
+    want = [counts + "1", counts + "0", sums + "0, 1, 3", sums + "0, 1, 2"]
+    until, said = time.monotonic() + 30, []
+    while said != want and time.monotonic() < until:
+        lines = [engines[rank].where().splitlines()[0] for rank in range(4)]
+        said = [line[line.find("at '"):] for line in lines]
+        time.sleep(0.02)
+    come.set()
+    ranks.join(60)
+    assert said == want
 
 
 # ---------------------------------------------------------------- bad input

@@ -42,6 +42,7 @@ def test_all_at_once(cell, references, monkeypatch):
 SMALL = ["model.layers=3", "model.hidden=16", "model.heads=4", "model.seq_len=8", "model.vocab=30",
          "model.vocab_multiple=16", "train.global_batch_size=4", "parallel.dp=2"]
 TRAVEL = "model.family=tests/families/travelling.py:TRAVELLING"
+EXPERTS = ["model.family=moe", "model.experts=4", "model.shared_expert_ffn=8", "parallel.ep=2"]
 CPU = ["zero.stage=3", "zero.prefetch=2", "offload.optimizer=cpu", "offload.parameters=cpu"]
 
 
@@ -62,6 +63,9 @@ CONFIGS: dict[str, list[str]] = {
     "travel-gathered": [TRAVEL, "model.by=gather", "zero.stage=3", "parallel.pp=2",
                         "parallel.schedule=zb-h1"],
     "kept": ["activation.policy=full", "activation.offload=cpu", "zero.stage=1"],
+    "experts": [*EXPERTS, "zero.stage=2"],
+    "experts-full": [*EXPERTS, "zero.stage=3", "activation.policy=full", "parallel.pp=2",
+                     "parallel.schedule=zb-h1"],
 }
 
 
@@ -79,6 +83,23 @@ def kind(op: Op) -> str:
     return "compute" if op in COMPUTE else str(op)
 
 
+MOE = {
+    "folded": ["parallel.tp=2", "parallel.sequence_parallel=true", "parallel.ep=4", "zero.stage=2",
+               "model.balance=sequence"],
+    "zb-v-zero3": ["parallel.pp=2", "parallel.schedule=zb-v", "zero.stage=3", "model.balance=bias"],
+    "offload-full": [*CPU, "activation.policy=full", "activation.offload=cpu", "model.balance=bias"],
+    "groups-selective": ["parallel.dp=4", "zero.shard_size=2", "zero.stage=3", "activation.policy=selective",
+                         "activation.pieces=[attention,norm,mlp_act]"],
+}
+
+
+@pytest.mark.parametrize("name", MOE)
+def test_experts(name, references, monkeypatch):
+    """Rows that are late, while a shared expert computes; each rank's at another time."""
+    be_late(monkeypatch, seed=6)
+    assert_contract(small(None, *EXPERTS, *MOE[name]), references)
+
+
 # What waits for what, in which of these configs it matters. A gradient's buffer that BACKWARD takes while its
 # REDUCE is under way, and a host's buffer that is taken while it is copied, are in tests/plan/test_order.py.
 MATTERS = {
@@ -89,11 +110,12 @@ MATTERS = {
     ("GATHER", "FETCH"): "cpu nvme",
     ("FETCH", "STEP"): "cpu-zero1",
     ("compute", "FETCH"): "kept",
+    ("compute", "EXCHANGE"): "travel experts experts-full",
 }
 
 
 LANES = {"GATHER": ["dp"], "REDUCE": ["dp", "tie"], "OFFLOAD": ["d2h", "write"], "FETCH": ["h2d", "read"],
-         "STEP": ["host"]}
+         "STEP": ["host"], "EXCHANGE": ["dp", "ep"]}
 
 
 @pytest.mark.parametrize(("waits", "name"), [

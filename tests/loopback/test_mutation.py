@@ -13,7 +13,7 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -69,6 +69,8 @@ FULL, PARTITION, KEPT_CPU = ("activation.policy=full",), "activation.partition=t
 TRAVEL = "model.family=tests/families/travelling.py:TRAVELLING"
 IN_PARTS = "parallel.split_messages=on"
 TILES = ("model.tile_linears=256", "model.heads=4")
+EXPERTS = ("model.family=moe", "model.experts=4", "model.expert_ffn_hidden=8", "parallel.ep=2")
+SHARED, BALANCED = "model.shared_expert_ffn=8", ("model.balance=bias", "optimizer.balance_rate=0.05")
 
 
 def ahead(uses: int) -> str:
@@ -153,6 +155,13 @@ CASES = {
     "parts-interleaved": Case(60, 2, 3, tp=2, others=(IN_PARTS, *INTERLEAVED, UNTIED)),
     "parts-partition-zb-v-zero3": Case(60, 2, 2, dp=2, tp=2, others=(
         IN_PARTS, *FULL, PARTITION, "parallel.schedule=zb-v", ZERO_3)),
+    "experts": Case(120, 1, 2, layers=1, dp=2, others=(*EXPERTS, SHARED)),
+    "experts-full-zero2": Case(80, 1, 2, layers=1, dp=2, others=(*EXPERTS, *FULL, *BALANCED, ZERO_2)),
+    "experts-folded-1f1b": Case(60, 2, 2, tp=2, dp=2, others=(*EXPERTS, SP, "parallel.ep=4", ZERO_1)),
+    "experts-zb-h1-zero3": Case(80, 2, 2, dp=2, others=(*EXPERTS, SHARED, "parallel.schedule=zb-h1", ZERO_3)),
+    "experts-zb-v-cpu-full": Case(60, 2, 2, dp=2, others=(*EXPERTS, *BALANCED, "parallel.schedule=zb-v", CPU,
+                                                          *FULL, KEPT_CPU)),
+    "experts-groups-zero3": Case(60, 1, 2, layers=1, dp=4, others=(*EXPERTS, GROUPS, ZERO_3, UNTIED)),
 }
 
 
@@ -192,7 +201,8 @@ def change(program: list[Instruction], rng: random.Random) -> None:
     elif kind == "word":
         fields = [field for field in FIELDS[program[i].op] if field in WORDS] or list(WORDS)
         field = rng.choice(fields)
-        program[i] = program[i]._replace(**{field: rng.choice(WORDS[field])})
+        own = sorted({item.kind for item in program} - {*WORDS["kind"]}) if field == "kind" else ()
+        program[i] = program[i]._replace(**{field: rng.choice((*WORDS[field], *own))})
     else:
         program[i] = program[i]._replace(**{kind: rng.randint(-1, 7)})
 
@@ -249,7 +259,7 @@ def run(config: Config, plan: Plan) -> Ranks:
 
 
 LANES = ("at once", "beside", "late")  # when a lane's jobs run; all of a run's are alike
-LATE = ("dp", "d2h", "h2d", "read", "write", "host")
+LATE = ("dp", "ep", "d2h", "h2d", "read", "write", "host")
 
 
 class LateLane(ThreadLane):
@@ -345,6 +355,45 @@ def check(case: Case, seed: int, path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert not wrong, "\n\n".join(wrong[:5])
     assert counts["rejected"] > counts["right"]
     return counts
+
+
+def of_exchanges(program: Sequence[Instruction]) -> Iterator[tuple[bool, list[Instruction]]]:
+    """Each EXCHANGE of a program left out, twice, or of another micro-batch; and in the place of another, or
+    anywhere. And whether the edit may be right: it only changes the order."""
+    places = [index for index, item in enumerate(program) if item.op == Op.EXCHANGE]
+    for i in places:
+        item, before, behind = program[i], program[:i], program[i + 1:]
+        for instead in ([], [item, item], [item._replace(microbatch=1 - item.microbatch)]):
+            yield False, [*before, *instead, *behind]
+        for j in places:
+            swapped = list(program)
+            swapped[i], swapped[j] = program[j], item
+            yield True, swapped
+        rest = [*before, *behind]
+        yield from ((True, [*rest[:j], item, *rest[j:]]) for j in range(len(program)))
+
+
+@pytest.mark.parametrize("name", [pytest.param("experts", marks=pytest.mark.core), "experts-full-zero2",
+                                  "experts-zb-h1-zero3"])
+def test_every_exchange(name, monkeypatch):
+    """Few of these edits are accepted, each of another order; they train as the plan does."""
+    monkeypatch.setattr(loopback, "TIMEOUT_S", 30.0)
+    config, haste = CASES[name].config(), Haste(monkeypatch, 1)
+    plan = make_plan(config)
+    program, *others = plan.programs["train"]
+    right, accepted = run(config, plan), {program}
+    for may_be_right, edit in of_exchanges(program):
+        if (changed := tuple(edit)) in accepted:
+            continue
+        try:
+            check_programs("train", [changed, *others], plan.table)
+        except PlanError:
+            continue
+        assert may_be_right, difference([program], [changed])
+        accepted.add(changed)
+        haste.lanes = LANES[len(accepted) % len(LANES)]
+        assert_parity(run(config, Plan(plan.table, {**plan.programs, "train": [changed, *others]})), right)
+    assert len(accepted) > 4
 
 
 FEW = 36  # edits of a case in `make test`

@@ -25,12 +25,15 @@ from tests.harness import (
 )
 from threed.base.errors import RunError
 from threed.comm.group import Comm
+from threed.engine.diagnose import find_nonfinite
 from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
 from threed.engine.verify import COLUMNS, Verifier, checksum
+from threed.models.layers.experts import Routes
 from threed.planner import make_mesh, make_plan
 from threed.program.instruction import Instruction, Op, Slot
 from threed.schema import Config
+from threed.tensor import experts
 
 SMALL = ["model.layers=3", "model.hidden=16", "model.heads=4", "model.seq_len=8", "run.verify_every=1"]
 Break = Callable[[Engine], None]
@@ -255,24 +258,33 @@ def test_a_backward_in_two_halves(schedule):
     assert "first in the gradient of u2 (blocks.1), micro-batch 3, BACKWARD_INPUT" in said, said
 
 
-def test_a_message_that_comes_wrong():
-    """Not the receiver's fault: it says what it has received."""
-    config = tiny(*SMALL, "parallel.pp=2", "parallel.stage_units=[2,3]")
+def comes_wrong(op: Op, unit: int, slot: Slot, rank: int | None = None, bit: int = 0) -> Break:
+    """Once, what an instruction of micro-batch 0 reads, on a rank, or on the first that comes to it."""
+    seen: list[int] = []
 
     def broken(engine: Engine) -> None:
-        forward, seen = engine.handlers[Op.FORWARD], []
+        handler = engine.handlers[op]
 
         def handle(instruction, slots):
-            if instruction.unit == 2 and instruction.microbatch == 0 and not seen:
+            if instruction[1:3] == (unit, 0) and not seen and rank in (None, engine.comm.rank):
                 seen.append(0)
-                flip(slots.get(Slot("act", 1, 0)))
-            forward(instruction, slots)
+                flip(slots.get(slot), bit)
+            handler(instruction, slots)
 
-        engine.handlers[Op.FORWARD] = handle
+        engine.handlers[op] = handle
 
-    said = message(config, broken)
-    assert ("first in the input, received from pp0, of u2 (blocks.1), micro-batch 0, FORWARD, on rank "
-            "1") in said
+    return broken
+
+
+@pytest.mark.parametrize("op, unit, slot, text", [
+    (Op.FORWARD, 2, Slot("act", 1, 0),
+     "received from pp0, of u2 (blocks.1), micro-batch 0, FORWARD, on rank 1"),
+    (Op.BACKWARD, 1, Slot("grad", 1, 0),
+     "received from pp1, of u1 (blocks.0), micro-batch 0, BACKWARD, on rank 0")], ids=["act", "grad"])
+def test_a_message_that_comes_wrong(op, unit, slot, text):
+    """Not the receiver's fault: it says what it has received."""
+    config = tiny(*SMALL, "parallel.pp=2", "parallel.stage_units=[2,3]")
+    assert f"first in the input, {text}" in (said := message(config, comes_wrong(op, unit, slot))), said
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -330,6 +342,112 @@ def test_a_fault_within_tolerance(bit, seen):
     said = message(config, after(Op.FORWARD, 3, 1, lambda engine, item: flip(
         engine.slots.get(Slot("act", item.unit, item.microbatch)), bit)), exact=False)
     assert ("first in the output of u3 (blocks.2), micro-batch 1, FORWARD, on rank 5" in said) == seen, said
+
+
+# ---------------------------------------------------------------- experts
+
+# Units of a block: 1 routes, 2 the shared expert, 3 the experts, 4 collects.
+MOE = ["model.family=moe", "model.layers=1", "model.hidden=16", "model.heads=4", "model.seq_len=8",
+       "model.vocab=30", "model.vocab_multiple=16", "model.experts=8", "model.shared_expert_ffn=16",
+       "parallel.dp=4", "parallel.ep=2", "model.balance=bias", "optimizer.balance_rate=0.05"]
+VERIFIED_MOE = [*MOE, "run.verify_every=1"]
+
+
+MORE = {
+    "plain": [], "zero2": ["zero.stage=2"],
+    "zero3-full-zb-v": ["zero.stage=3", "activation.policy=full", "model.layers=2", "parallel.pp=2",
+                        "parallel.schedule=zb-v"],
+    "folded-bf16": ["parallel.dp=2", "parallel.tp=2", "parallel.sequence_parallel=true", "parallel.ep=4",
+                    "model.z_loss=0.1", "precision.dtype=bf16"],
+    "offload": ["offload.optimizer=cpu", "zero.stage=2"],
+}
+
+
+@pytest.mark.parametrize("name", MORE)
+@pytest.mark.parametrize("exact", [True, False])
+def test_experts(exact, name):
+    """Choices are whole numbers; what a buffer has held before is behind a gradient, and is no result."""
+    config = tiny(*MOE, *MORE[name])
+    same_bits([loopback(config, 3), verified(twice(config), 3, exact=exact)])
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("op, unit, slot, name", [
+    (Op.FORWARD, 3, Slot("arrived", 1, 0), ".experts"), (Op.FORWARD, 4, Slot("returned", 3, 0), ".collect"),
+    (Op.BACKWARD, 3, Slot("ganswers", 3, 0), ".experts"), (Op.BACKWARD, 1, Slot("grouted", 1, 0), "")],
+    ids=lambda value: value.kind if isinstance(value, Slot) else "")
+def test_rows_that_come_wrong(op, unit, slot, name, exact):
+    """Not the fault of the rank to which they came, nor of those that have got what it made of them."""
+    said = message(tiny(*VERIFIED_MOE), comes_wrong(op, unit, slot, 2, 0 if exact else 30), exact)
+    assert (f"first in the '{slot.kind}', received over ep, of u{unit} (blocks.0{name}), micro-batch 0, "
+            f"{op}, on rank 2 (pp0 dp2 tp0)") in said, said
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("op, unit, slot, name", [
+    (Op.FORWARD, 1, Slot("routed", 1, 0), ""), (Op.FORWARD, 3, Slot("answers", 3, 0), ".experts"),
+    (Op.BACKWARD, 4, Slot("greturned", 3, 0), ".collect"),
+    (Op.BACKWARD, 3, Slot("garrived", 1, 0), ".experts")],
+    ids=lambda value: value.kind if isinstance(value, Slot) else "")
+def test_an_expert_that_computes_wrongly(op, unit, slot, name, exact):
+    """Others get its rows: it is named, and not they."""
+    said = message(tiny(*VERIFIED_MOE), after(op, unit, 0, lambda engine, _: flip(
+        engine.slots.get(slot), 0 if exact else 30), rank=2), exact)
+    what = "output" if op == Op.FORWARD else "gradient"
+    assert (f"first in the {what} of u{unit} (blocks.0{name}), micro-batch 0, {op}, on rank 2 (pp0 dp2 "
+            "tp0)") in said, said
+
+
+@pytest.mark.parametrize("row, seen", [(None, False), (3, True)])
+def test_the_weight_of_a_row(row, seen, monkeypatch):
+    """In fp32, behind 16-bit numbers: half of its bits may look like a 16-bit number that is not finite,
+    which would pass for all other numbers of the tensor."""
+    usual = experts.weights_of
+
+    def weights_of(*arguments):
+        weights = usual(*arguments)
+        bits = weights.detach().view(torch.int32)
+        return weights + ((bits & ~0xFFFF | 0x7FC0).view(torch.float32) - weights.detach())
+
+    monkeypatch.setattr(experts, "weights_of", weights_of)
+    config = tiny(*VERIFIED_MOE, "precision.dtype=bf16")
+
+    def broken(engine: Engine, _: Instruction) -> None:
+        if row is not None:
+            engine.slots.get(Slot("routed", 1, 0))[row, -8:].view(torch.float32)[0] *= 2
+
+    said = message(config, after(Op.FORWARD, 1, 0, broken, rank=2), exact=False)
+    assert ("first in the output of u1 (blocks.0), micro-batch 0, FORWARD, on rank 2 (" in said) == seen, said
+
+    def work(comm: Comm) -> str:
+        engine = Engine(config, make_plan(config), comm)
+        after(Op.BACKWARD, 5, 0, lambda engine, _: engine.slots.get(Slot("grad", 4, 0)).fill_(torch.nan),
+              time=0, rank=1)(engine)
+        return find_nonfinite(engine, batches(config, comm, 0))
+
+    if not seen:
+        assert set(run_loopback(make_plan(config), make_mesh(config), work)) == {
+            "first in the gradient of u5 (head), micro-batch 0, BACKWARD on rank 1 (pp0 dp1 tp0)"}
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("time", [0, 1])
+def test_a_rank_that_routes_wrongly(time, exact, monkeypatch):
+    """Other ranks get other numbers of rows then: it is named, and not they."""
+    choice, seen = Routes._choice, []
+
+    def wrong(self, scores, batch):
+        picks = choice(self, scores, batch)
+        if batch.samples_B[0] % 4 == 3:  # those of rank 3
+            seen.append(0)
+            if len(seen) == 2 * time + 1:
+                picks[0] = (picks[0] + 3) % 8
+        return picks
+
+    monkeypatch.setattr(Routes, "_choice", wrong)
+    said = message(tiny(*VERIFIED_MOE), lambda _: None, exact)
+    assert re.match(r"step 1 was computed twice, .* first in the output of u1 \(blocks.0\), micro-batch 0, "
+                    r"FORWARD, on rank 3 \(.*: at least \d+ of \d+ elements differ", said), said
 
 
 # ---------------------------------------------------------------- checksums

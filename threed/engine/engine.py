@@ -234,6 +234,8 @@ class Engine:
 
     def _unit(self) -> str:
         """The name of the unit that is being computed, before a failure: "blocks.3: "."""
+        if self._under is not None and self._under.waiting is not None:  # what it waits for has failed
+            return ""
         name, index, _ = self.current or ("", 0, 0.0)
         instruction = self.plan.programs[name][self.position][index] if name else None
         if instruction is None or instruction.op not in COMPUTE:
@@ -250,9 +252,13 @@ class Engine:
         if under is not None and source is None and not raised:
             source = next((source for at, source, _, to in under.waits
                            if at == index and not self.clock.passed(to)), None)
+        job = index if source is None else source
         if source is not None and source >= 0:
             instruction = program[source]
             text = f", which needs '{instruction}'"
+        if under is not None and (first := under.ahead_of(job, raised)) != job:
+            instruction = program[first]
+            text += f", behind '{instruction}'"
         if instruction.op in MESSAGES:
             return f"{text}, with rank {mesh.group('pp', self.comm.rank)[instruction.peer]}"
         groups = effects(instruction, self.plan.table, self.position).groups

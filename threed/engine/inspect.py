@@ -14,9 +14,10 @@ import torch
 
 from threed.engine.engine import Engine
 from threed.program.effects import effects
-from threed.program.instruction import BACKWARDS, Instruction, Op
+from threed.program.instruction import BACKWARDS, Instruction, Op, Slot
 from threed.program.slots import Slots
 from threed.program.table import Table
+from threed.spec.travel import Exchanged
 
 
 class Finding(NamedTuple):
@@ -49,6 +50,7 @@ def results(engine: Engine, instruction: Instruction, slots: Slots) -> Iterator[
         for p, state in engine.zero.stepped.items():
             gradient = state.gradient
             whole = gradient.waiting if instruction.gradients == "wait" else gradient.values
+            whole = whole[:state.part.unpadded]  # behind it is what a buffer has held before
             start, stop = (at - state.part.owned[0] for at in state.part.shard)
             for values in (whole[start:stop], whole) if stop - start < len(whole) else (whole,):
                 name = f"sum over ranks of the gradient of p{p} ({table.parameters[p].name})"
@@ -60,10 +62,23 @@ def results(engine: Engine, instruction: Instruction, slots: Slots) -> Iterator[
     for slot in (*effect.writes, *effect.adds):
         what = "gradient" if not forward else "loss" if slot.kind == "loss" else "output"
         if slot.kind in _TENSORS or slot.kind in table.handed:
-            yield InstructionResult(*place, f"{what} of {of}", slots.get(slot))
+            for values in numbers(engine, slot, slots):
+                yield InstructionResult(*place, f"{what} of {of}", values)
         elif slot.kind == "wgrad":
             for values in engine.states[slot.unit].gradient.written():
                 yield InstructionResult(*place, f"{what} of {of}", values)
+
+
+def numbers(engine: Engine, slot: Slot, slots: Slots) -> tuple[torch.Tensor, ...]:
+    """A slot's tensor; of rows that have numbers in fp32 behind their own, both."""
+    values, name = slots.get(slot), engine.plan.table.handed.get(slot.kind)
+    extra = next((way.extra for layer in engine.pipeline.layers.get(slot.unit, ())
+                  for leaves, way in layer.travels.items()
+                  if isinstance(way, Exchanged) and name in (leaves, way.becomes)), 0)
+    if not extra:
+        return (values,)
+    width = values.shape[-1] - extra // values.itemsize
+    return values[..., :width], values[..., width:].view(torch.float32)
 
 
 def phase_of(instruction: Instruction, table: Table) -> int:

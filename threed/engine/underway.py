@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -56,6 +57,21 @@ class UnderWay:
         self.copies.update((slot, self._handles[index]) for slot, index in self.order.copies.items())
         for source in self.order.last:
             self._wait(len(self.order.effects), source)
+
+    def ahead_of(self, job: int, raised: bool) -> int:
+        """What holds up a job: the first on its lane that has not ended, or that has failed (`raised`: that
+        has failed). What is no job is held up by itself. Any thread may call this."""
+        order = self.order
+        if job not in order.jobs:
+            return job
+        before = (index for index in sorted(order.jobs) if index < job
+                  and order.effects[index].lane == order.effects[job].lane)
+        return next((index for index in before if self._is_open(self._handles.get(index, DONE), raised)), job)
+
+    def _is_open(self, handle: Handle, raised: bool) -> bool:
+        with suppress(RuntimeError):  # the device has failed: the next use of it raises the reason
+            return not handle.ready() or (not raised and not handle.done())
+        return False
 
     def recorded(self, since: Any) -> list[Wait]:
         """The waits so far. `since`: a mark -> seconds from the program's start."""

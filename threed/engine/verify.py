@@ -4,13 +4,13 @@
     step        the same step with its update, each part of which is computed twice, too
 
 Checksums of all results of a rank are compared: outputs, losses and gradients of each unit and micro-batch,
-data received from other pipeline positions, terms of sums over tp, reduced gradients. Each rank finds its own
+what was received from other ranks, terms of sums over tp, reduced gradients. Each rank finds its own
 first difference in the order of its program. The first of these along the flow of data is the origin, since a
 wrong number makes only later ones wrong.
 
 On a CPU results are equal to the bit. On a GPU some kernels (backward of attention, of the embedding) add up
-in an order that changes from run to run: there sums of values are compared, within TOLERANCE. Updates are
-equal to the bit everywhere.
+in an order that changes from run to run: there sums of values are compared, within TOLERANCE. Updates and
+whole numbers, such as choices of experts, are equal to the bit everywhere.
 
 An error that happens twice in the same way is not found: weights that changed in memory before the step, a
 faulty kernel.
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple, TypeVar
 
@@ -29,9 +29,10 @@ import torch
 from threed.base.errors import WrongResult
 from threed.base.mesh import axes_of
 from threed.engine.engine import Engine
-from threed.engine.inspect import Finding, first, me, named, phase_of, results
+from threed.engine.inspect import Finding, first, me, named, numbers, phase_of, results
 from threed.features.zero.run import Clipped
-from threed.program.instruction import BACKWARDS, Instruction, Op, Slot
+from threed.program.handed import came_over, passed
+from threed.program.instruction import Instruction, Op, Slot
 from threed.program.slots import Slots
 from threed.program.trace import Trace
 from threed.tensor.context import Batch
@@ -49,7 +50,8 @@ class Line(NamedTuple):
     phase: int  # as in Finding
     distance: int
     what: str
-    count: int  # elements
+    count: int  # elements, which may depend on results of other ranks
+    whole: bool  # whether they are whole numbers
     sums: torch.Tensor
 
 
@@ -112,39 +114,48 @@ class Verifier:
         table = self.engine.plan.table
         phase = phase_of(instruction, table)
         distance = -instruction.unit if phase == 1 else instruction.unit
-        if (slot := self._received(instruction)) is not None:
-            what = f"input, received from pp{table.position(slot.unit)}, of {named(self.engine, instruction)}"
-            self._lines.append(Line(phase, distance, what, slots.get(slot).numel(),
-                                    checksum(slots.get(slot), self.exact)))
+        for slot, what in self._received(instruction):
+            for values in numbers(self.engine, slot, slots):
+                self._record(phase, distance, f"{what} of {named(self.engine, instruction)}", values)
         for axis, count, sums in self._given:
             what = f"part of a sum over {axis} in {named(self.engine, instruction)}"
-            self._lines.append(Line(phase, distance, what, count, sums))
+            self._lines.append(Line(phase, distance, what, count, False, sums))
         self._given.clear()
         for result in results(self.engine, instruction, slots):
-            sums = checksum(result.values, self.exact)
-            self._lines.append(Line(result.phase, result.distance, result.what, result.values.numel(), sums))
+            self._record(*result)
 
-    def _received(self, instruction: Instruction) -> Slot | None:
-        """The slot that a forward or backward reads and another position computed."""
+    def _record(self, phase: int, distance: int, what: str, values: torch.Tensor) -> None:
+        self._lines.append(Line(phase, distance, what, values.numel(), not values.is_floating_point(),
+                                checksum(values, self.exact)))
+
+    def _received(self, instruction: Instruction) -> Iterator[tuple[Slot, str]]:
+        """What a forward or backward reads and other ranks have sent, and in words."""
         op, unit, microbatch, *_ = instruction
         table = self.engine.plan.table
-        slot = Slot("act", unit - 1, microbatch) if op == Op.FORWARD else Slot("grad", unit, microbatch)
-        reads = op in (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT)
-        if not reads or slot.unit < 0 or (op in BACKWARDS and unit == table.last):
-            return None
-        maker = slot.unit if op == Op.FORWARD else unit + 1
-        return slot if table.position(maker) != self.engine.position else None
+        if op not in (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT):
+            return
+        forward = op == Op.FORWARD
+        slot = Slot("act", unit - 1, microbatch) if forward else Slot("grad", unit, microbatch)
+        if slot.unit >= 0 and (forward or unit < table.last):
+            position = table.position(slot.unit if forward else unit + 1)
+            if position != self.engine.position:
+                yield slot, f"input, received from pp{position},"
+        tensors = passed(instruction, table)
+        for slot in tensors.reads if forward else tensors.made_gradients:
+            if (group := came_over(slot, table)) is not None:
+                yield slot, f"'{slot.kind}', received over {group},"
 
     def _difference(self, before: list[Line], after: list[Line]) -> Finding | None:
         """This rank's first difference, in the order of its program."""
-        names, names_after = [line[:4] for line in before], [line[:4] for line in after]
+        names, names_after = [line[:3] for line in before], [line[:3] for line in after]
         assert names == names_after, "the step is not what was rehearsed"
         if not before:
             return None
         one, other = (self._on_host(lines) for lines in (before, after))
-        for turn in (one != other).any(1).nonzero().flatten().tolist():
+        counts = torch.tensor([[line.count for line in lines] for lines in (before, after)])
+        for turn in ((one != other).any(1) | (counts[0] != counts[1])).nonzero().flatten().tolist():
             line = before[turn]
-            how = self._how(one[turn], other[turn], line.count)
+            how = self._how(one[turn], other[turn], line, after[turn].count)
             if how is not None:
                 return Finding(line.phase, line.distance, turn, self._text(line.what, how))
         return None
@@ -154,10 +165,13 @@ class Verifier:
         device = self.engine.comm.device
         return torch.stack([line.sums.to(device, non_blocking=True) for line in lines]).cpu()
 
-    def _how(self, one: torch.Tensor, other: torch.Tensor, count: int) -> str | None:
-        """How two checksums differ, in words; None where the difference is only rounding."""
-        if self.exact:
-            return f"at least {int((one != other).sum())} of {count} elements differ"
+    def _how(self, one: torch.Tensor, other: torch.Tensor, line: Line, count: int) -> str | None:
+        """How two checksums differ, in words; None where the difference is only rounding. `count`: the
+        elements of the second."""
+        if line.count != count:
+            return f"it has {line.count} elements, then {count}"
+        if self.exact or line.whole:
+            return f"at least {int((one != other)[:COLUMNS].sum())} of {count} elements differ"
         norms = one[-1].item(), other[-1].item()
         if not any(map(math.isfinite, norms)):
             return None
@@ -186,6 +200,8 @@ def checksum(values: torch.Tensor, exact: bool) -> torch.Tensor:
     norm of the tensor. A change of one element changes one sum. The norm of the difference of two checksums
     is about that of the difference of the tensors."""
     flat = values.detach().reshape(-1)
+    if not exact and not flat.is_floating_point():
+        flat = flat.double()
     numbers = flat.view(_BITS[flat.element_size()]) if exact else flat
     rows = len(flat) // COLUMNS
     sums = numbers[:rows * COLUMNS].view(rows, COLUMNS).sum(0, dtype=torch.int64 if exact else torch.float64)

@@ -90,6 +90,13 @@ def move_of(item: Instruction, table: Table) -> Move:
     raise KeyError(f"{item}: no such tensor travels")
 
 
+def came_over(slot: Slot, table: Table) -> str | None:
+    """The group over which a tensor that a unit hands on, or the gradient of one, has come; None where this
+    rank has made it."""
+    return next((each.trip.over for each in table.units[slot.unit].makes if each.trip is not None
+                 and slot.kind in (each.trip.becomes, gradient_kind(each.name))), None)
+
+
 def back(by: str) -> Op:
     """The op by which the gradient goes back."""
     return Op.REDUCE if by == Op.GATHER else Op(by)

@@ -33,6 +33,7 @@ class Exchanged(NamedTuple):
     `gives`, `takes`: tensors handed on without a gradient, [ranks of the group, ...], int64: the rows for
     each rank, and of each; what is of one rank is added up. Both empty: all ranks get equally many, and the
     rows are a multiple of the ranks.
+    `extra`: bytes behind the numbers of each row that are numbers in fp32, whatever the dtype of the rows.
     """
 
     becomes: str
@@ -40,6 +41,7 @@ class Exchanged(NamedTuple):
     gives: str = ""
     takes: str = ""
     room: float = 1.0  # bytes of what it becomes, as plans count them, over those that leave
+    extra: int = 0
 
     by = "EXCHANGE"
 

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from tests.chaos.faults import kind
-from tests.chaos.sister import STEPS, Sister, in_ranks, patch
+from tests.chaos.sister import EXPERTS, STEPS, Sister, in_ranks, patch
 from tests.chaos.trial import Fault, Instant, Trial, send
 from threed.engine.engine import Engine
-from threed.program.instruction import Instruction, Slot
+from threed.features.travel.run import TravelRun
+from threed.program.handed import Move
+from threed.program.instruction import Instruction, Op, Slot
 from threed.program.slots import Slots
 
 KILLED = r"was killed by SIGKILL|was killed \(SIGKILL|exit status -9|ended with exit status 137"
@@ -121,6 +123,48 @@ def kill_at_instruction(trial: Trial) -> Fault:
         return True
 
     return at_instruction(trial, body, "SIGKILL", KILLED)
+
+
+@kind("kill in an exchange", 3, EXPERTS)
+def kill_in_exchange(trial: Trial) -> Fault:
+    """Of rows of experts: before the rank's own call, or while that is under way."""
+    rng = trial.rng
+    rank, step, inside = rng.randrange(trial.size), rng.randrange(STEPS), rng.random() < 0.5
+    kind = rng.choice(["counts", "routed", "answers", "greturned", "garrived"])
+
+    def taken(original: Callable[..., Any]) -> Callable[..., Any]:
+        def take(self: TravelRun, move: Move, op: Op, group: Any, *others: Any) -> Any:
+            here = step_of[0] == step and self.comm.rank == rank and move.source.kind == kind
+            if not here or trial.marker.exists():
+                return original(self, move, op, group, *others)
+
+            def die(*_: Any) -> None:
+                trial.strike(f"EXCHANGE {move.source}")
+                os.kill(os.getpid(), signal.SIGKILL)
+
+            if not inside:
+                die()
+            exchange = group._exchange
+            group._exchange = lambda *given: die(exchange(*given))
+            return original(self, move, op, group, *others)
+
+        return take
+
+    def trained(original: Callable[..., Any]) -> Callable[..., Any]:
+        def train_step(self: Engine, batch: Any) -> Any:
+            step_of[0] = self.zero.step_number
+            return original(self, batch)
+
+        return train_step
+
+    step_of = [-1]  # that is under way
+
+    def hook(_: int) -> None:
+        patch(TravelRun, "_taken", taken)
+        patch(Engine, "train_step", trained)
+
+    return Fault(f"SIGKILL of rank {rank} in step {step + 1}, {'inside' if inside else 'before'} an exchange "
+                 f"of {kind}", KILLED, hook=lambda: in_ranks(hook))
 
 
 @kind("a rank raises", 4)

@@ -49,6 +49,11 @@ class UnitPart:
         """Elements that this rank owns."""
         return self.owned[1] - self.owned[0]
 
+    @cached_property
+    def unpadded(self) -> int:
+        """The same without padding, which comes last."""
+        return max(0, min(self.owned[1], self.layout.numel - self.layout.padding) - self.owned[0])
+
     def file_bytes(self, itemsize: int) -> int:
         """Bytes of a file with `itemsize` bytes for each element that this rank owns."""
         return round_up(self.count * itemsize, ALIGNMENT)

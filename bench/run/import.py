@@ -83,11 +83,11 @@ def generate(folder: Path, args: argparse.Namespace) -> None:
     config = described(args)
     family = family_of(config, folder)
     model = model_of(values_of(family, config, folder)[0])
-    rows, shapes = {row.ours: row for row in family.rows(model)}, {}
+    rows, shapes = family.rows(model), {}
     for each in parameters(model):
-        parts = rows[each.name].view(torch.empty(each.stored, device="meta"), model)
-        shapes |= {name: part.shape for name, part in zip(rows[each.name].theirs, parts, strict=True)}
-    headers = headers_of(shapes, {4: "F32", 2: "BF16"}[args.bytes], SHARD)
+        for row in rows[each.name]:
+            shapes |= row.shapes(each.stored, model)
+    headers = headers_of(shapes, dict.fromkeys(shapes, {4: "F32", 2: "BF16"}[args.bytes]), SHARD)
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     writer = FileWriter(folder, headers, "the bench")

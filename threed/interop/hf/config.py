@@ -207,8 +207,7 @@ def unfit(family: HFFamily, model: ModelConfig) -> list[str]:
     if isinstance(model, ExpertsConfig) and family.shared and model.shared_expert_ffn % model.inner:
         problems.append(f"model.shared_expert_ffn={model.shared_expert_ffn}, no multiple of an expert's "
                         f"{model.inner}")
-    has, needed = ({row.ours: None for row in family.rows(model)},
-                   {each.name: None for each in parameters(model)})
+    has, needed = family.rows(model), {each.name: None for each in parameters(model)}
     problems += [f"parameter {name}" for name in [each for each in needed if each not in has][:1]]
     problems += [f"model without {name}" for name in
                  [each for each in has if each not in needed and each != "head.output.weight"][:1]]

@@ -4,6 +4,7 @@ weights, one expert in memory at a time, and what is missing by its name."""
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.loopback.test_checkpoint import manifest
-from tests.loopback.test_hugging_face_files import LLAMA, folder, refused, same
+from tests.loopback.test_hugging_face_files import HERE, LLAMA, change, folder, refused, same
+from threed.base.errors import InputError
 from threed.interop.hf import source as trained
 from threed.interop.hf import tensors
+from threed.interop.hf.config import family_of, values_of
 from threed.interop.hf.exporting import export_model
 from threed.interop.hf.importing import import_model
 
@@ -140,17 +143,11 @@ def test_one_expert_is_in_memory_at_a_time(files, tmp_path, monkeypatch):
 # ---------------------------------------------------------------- what is missing
 
 
-def without(source: Path, *names: str) -> None:
-    values = load_file(source / "model.safetensors")
-    save_file({name: value for name, value in values.items() if name not in names},
-              source / "model.safetensors")
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_expert_that_is_missing_is_named_with_its_file(kind, tmp_path):
     source, (block, *_, down) = folder(tmp_path / "theirs", described(kind)), NAMES[kind]
     lost = f"model.layers.1.{block}.experts.2.{down}.weight"
-    without(source, lost)
+    change(source, **{lost: None})
     refused(source, tmp_path / "run", f"{lost} is missing in model.safetensors: fetch that file again")
 
 
@@ -178,3 +175,48 @@ def test_stacked_experts_of_another_shape_and_twice(tmp_path):
     save_file({**values, expert: load_file(apart / "model.safetensors")[expert]},
               together / "model.safetensors")
     refused(together, tmp_path / "run", f"{expert} has no place")
+
+
+# ---------------------------------------------------------------- what threed does not have
+
+
+@pytest.mark.parametrize("changes, words", [
+    ({"kv_lora_rank": 512}, "kv_lora_rank=512: threed has no latent attention (MLA); import another model"),
+    ({"q_lora_rank": 1536}, "q_lora_rank=1536: threed has no latent attention"),
+    ({"shared_expert_intermediate_size": 64}, "_size=64: threed has no gate of the shared"),
+    ({"qk_norm_type": "per_layer"}, "=per_layer: threed has no norms of queries and keys over all"),
+    ({"swiglu_limit": 7.0}, "swiglu_limit=7.0: threed has no clamped SwiGLU"),
+    ({"mlp_bias": True}, "mlp_bias=True: threed has no biases of experts"),
+    ({"expert_bias": True}, "expert_bias=True: threed has no biases of experts"),
+    ({"model_type": "gpt_oss", "swiglu_limit": 7.0}, "model_type=gpt_oss is a model that threed does not "
+     "have, with attention sinks, clamped SwiGLU (swiglu_limit=7.0), biases of experts; import one of"),
+    ({"model_type": "deepseek_v3", "kv_lora_rank": 512}, "with latent attention (MLA) (kv_lora_rank=512)"),
+    ({"model_type": "qwen2_moe", "shared_expert_intermediate_size": 5632}, "with gate of the shared"),
+    ({"model_type": "olmoe"}, "with norms of queries and keys over all heads; import one of gpt2, llama"),
+])
+def test_what_threed_does_not_have_is_refused_by_name(changes, words):
+    for kind in KINDS:
+        config = {**described(kind), **changes}
+        with pytest.raises(InputError, match=re.escape(words)):
+            values_of(family_of(config, HERE), config, HERE)
+
+
+def test_keys_that_are_off_are_no_news():
+    """As in published configs of Qwen 3 MoE."""
+    config = {**described("qwen3_moe"), "shared_expert_intermediate_size": 0, "swiglu_limit": None,
+              "kv_lora_rank": None, "mlp_bias": False}
+    _, notes = values_of(family_of(config, HERE), config, HERE)
+    assert not any("does not know" in note for note in notes), notes
+
+
+@pytest.mark.parametrize("name, shape, words", [
+    ("mlp.shared_expert_gate.weight", (1, 16), "no gate of the shared expert"),
+    ("self_attn.sinks", (4,), "no attention sinks"),
+    ("self_attn.kv_a_proj_with_mqa.weight", (8, 16), "no latent attention (MLA)"),
+    ("mlp.experts.2.gate_proj.bias", (F,), "no biases of experts"),
+    ("mlp.experts.gate_up_proj_bias", (X, 2 * F), "no biases of experts"),
+    ("self_attn.q_norm.weight", (16,), "shape [16], not [4]: threed has no norms of queries and keys")])
+def test_tensors_of_what_threed_does_not_have(name, shape, words, tmp_path):
+    source = folder(tmp_path / "theirs", described("qwen3_moe"))
+    change(source, **{f"model.layers.1.{name}": torch.zeros(shape)})
+    refused(source, tmp_path / "run", name, words)

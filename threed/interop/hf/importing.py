@@ -29,6 +29,7 @@ from threed.checkpoint.shard_file import Item, write
 from threed.config import load as configs
 from threed.data.tokenizer import load
 from threed.data.tokenizer_files import CONFIG
+from threed.interop.hf import lacks
 from threed.interop.hf import sidecar as kept
 from threed.interop.hf.adapters import without
 from threed.interop.hf.config import family_of, values_of
@@ -173,7 +174,7 @@ def locate(family: HFFamily, model: ModelConfig, files: Files) -> Source:
     rest = entries.keys() - taken
     copies = rest & {TIED} if model.tie_embeddings else set()
     dropped = {name for name in rest if name.endswith(family.dropped)} if family.dropped else set()
-    problems += [f"{name} has no place in a {family.model_type} of threed"
+    problems += [f"{name} has no place in a {family.model_type} of threed{lacks.of_tensor(name)}"
                  for name in sorted(rest - copies - dropped)]
     if problems:
         more = f"\n  and {len(problems) - 5} more" if len(problems) > 5 else ""
@@ -200,9 +201,11 @@ def _unlike(ours: str, asked: Mapping[str, tuple[int, ...]], files: Files) -> It
 
 
 def _answer(ours: str, has: tuple[int, ...], asked: tuple[int, ...]) -> str:
-    """The key that answers a shape that is not that of config.json."""
+    """The key that answers a shape that is not that of config.json, or what has such a shape."""
     if ours == _EMBEDDING and has[1:] == asked[1:]:
         return f"; if it has {has[0]} tokens, give model.vocab={has[0]}"
+    if ours.endswith(("q_norm.weight", "k_norm.weight")) and has[0] > asked[0]:
+        return ": threed has no norms of queries and keys over all heads, but of each head"
     return ""
 
 

@@ -3,9 +3,9 @@ process, read by the ranks of a ZeRO-3 run, and exported.
 
 Peaks are of resident memory (VmHWM, which is set back at the beginning of a phase) above what there was
 before. Files are read by pread, never mapped, so what the kernel caches of them is in no process's memory. A
-phase should take at most the largest parameter, and a tenth: one parameter is in memory at a time, and pieces
-of a file. A rank that is built has its shards and the plan's buffers before it reads; what building takes is
-printed beside what is there afterwards.
+phase should take at most the largest parameter, and a tenth: one parameter is in memory at a time, of experts
+one expert, and pieces of a file. A rank that is built has its shards and the plan's buffers before it reads;
+what building takes is printed beside what is there afterwards.
 """
 
 from __future__ import annotations
@@ -66,16 +66,18 @@ def measured(name: str, work: Any) -> Phase:
 
 
 def described(args: argparse.Namespace) -> dict[str, Any]:
-    """A Llama of about so many bytes."""
+    """A Llama, or with experts a Mixtral, of about so many bytes."""
     ffn = 2 * args.hidden
-    block = args.hidden * (4 * args.hidden + 3 * ffn)
+    block = args.hidden * (4 * args.hidden + 3 * ffn * max(1, args.experts) + args.experts)
     table = 2 * args.vocab * args.hidden
     layers = max(1, round((args.gb * 1e9 / args.bytes - table) / block))
+    kind = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral",
+            "num_local_experts": args.experts, "num_experts_per_tok": min(2, args.experts)}
     return {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": args.hidden,
             "intermediate_size": ffn, "num_hidden_layers": layers, "num_attention_heads": HEADS,
             "num_key_value_heads": HEADS, "vocab_size": args.vocab, "max_position_embeddings": 2048,
             "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
-            "torch_dtype": {4: "float32", 2: "bfloat16"}[args.bytes]}
+            "torch_dtype": {4: "float32", 2: "bfloat16"}[args.bytes], **(kind if args.experts else {})}
 
 
 def generate(folder: Path, args: argparse.Namespace) -> None:
@@ -83,11 +85,11 @@ def generate(folder: Path, args: argparse.Namespace) -> None:
     config = described(args)
     family = family_of(config, folder)
     model = model_of(values_of(family, config, folder)[0])
-    rows, shapes = {row.ours: row for row in family.rows(model)}, {}
+    rows, shapes = family.rows(model), {}
     for each in parameters(model):
-        parts = rows[each.name].view(torch.empty(each.stored, device="meta"), model)
-        shapes |= {name: part.shape for name, part in zip(rows[each.name].theirs, parts, strict=True)}
-    headers = headers_of(shapes, {4: "F32", 2: "BF16"}[args.bytes], SHARD)
+        for row in rows[each.name]:
+            shapes |= row.shapes(each.stored, model)
+    headers = headers_of(shapes, dict.fromkeys(shapes, {4: "F32", 2: "BF16"}[args.bytes]), SHARD)
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     writer = FileWriter(folder, headers, "the bench")
@@ -163,6 +165,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=HIDDEN)
     parser.add_argument("--vocab", type=int, default=VOCAB)
+    parser.add_argument("--experts", type=int, default=0, help="of a block; 0: a model without experts")
     parser.add_argument("--optimizer", default="sgd", help="adamw has two states of zeros beside the weights")
     parser.add_argument("--training", action="store_true",
                         help="ranks that hold gradients as well, not those of threed eval: twice the memory")
@@ -180,12 +183,16 @@ def main() -> None:
         phases.append(alone(lambda: measured("export", lambda: export_model(run, back))))
         same = all(filecmp.cmp(theirs / name, back / name, shallow=False) for name in os.listdir(theirs))
         config = load(run / "config.yaml")
-    largest = 4 * max(math.prod(each.stored) for each in parameters(config.model))
+    parts = family_of(described(args), Path("config.json")).rows(config.model)
+    largest = 4 * max(math.prod(row.box(each.stored)[1]) for each in parameters(config.model)
+                      for row in parts[each.name])
     size = args.bytes * sum(each.numel for each in parameters(config.model))
-    rows = [f"{show_bytes(size)} of weights. The largest parameter has {show_bytes(largest)} in fp32, and a "
-            f"rank's shards {show_bytes(max(shards for *_, shards in ranks))}. Building a rank "
-            f"takes {show_bytes(build.peak)} at its peak, and {show_bytes(phases[1].before - build.before)} "
-            f"remain. What comes back is {'the same to the bit' if same else 'NOT the same'}.", "",
+    what = "parameter or expert" if args.experts else "parameter"
+    shards, left = max(shards for *_, shards in ranks), phases[1].before - build.before
+    rows = [f"{show_bytes(size)} of weights. The largest {what} has {show_bytes(largest)} in fp32, and a "
+            f"rank's shards {show_bytes(shards)}. Building a rank takes {show_bytes(build.peak)} at its "
+            f"peak, and {show_bytes(left)} remain. What comes back is "
+            f"{'the same to the bit' if same else 'NOT the same'}.", "",
             "| phase | peak above | of the largest parameter | resident before | seconds |",
             "|---|--:|--:|--:|--:|"]
     rows += [f"| {phase.name} | {show_bytes(phase.peak)} | {phase.peak / largest:.2f} | "

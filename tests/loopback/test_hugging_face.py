@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from safetensors import safe_open
 
 from tests.harness import batches
-from tests.loopback.test_checkpoint import saved_after
+from tests.loopback.test_checkpoint import manifest, saved_after
 from tests.reference import data_of
 from threed.base.errors import InputError
 from threed.checkpoint.lineage import Lineage
@@ -165,6 +166,23 @@ def same_files(one: Path, other: Path) -> None:
     assert names == sorted(path.name for path in other.iterdir())
     for name in names:
         assert (one / name).read_bytes() == (other / name).read_bytes(), name
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "dots1"])
+def test_as_transformers_holds_it_in_memory(name, tmp_path):
+    """Stacked experts, which transformers writes where it is asked not to take them apart: the same
+    checkpoint, and the files that transformers writes usually."""
+    made = make(name, tmp_path / "theirs", "1GB")
+    made.model.save_pretrained(tmp_path / "held", save_original_format=False)
+    with safe_open(tmp_path / "held" / "model.safetensors", "pt") as file:
+        assert any(key.endswith(".mlp.experts.gate_up_proj") for key in file.keys())  # noqa: SIM118
+    sums = []
+    for each in ("theirs", "held"):
+        path = Path(import_model(tmp_path / each, tmp_path / f"run-{each}", RUN[:1])["checkpoint"])
+        sums.append({key: entry["sums"] for key, entry in manifest(path)["parameters"].items()})
+        export_model(tmp_path / f"run-{each}", tmp_path / f"back-{each}")
+        same_files(tmp_path / "theirs", tmp_path / f"back-{each}")
+    assert sums[0] == sums[1]
 
 
 def test_trained_on_two_meshes(made, tmp_path, monkeypatch):

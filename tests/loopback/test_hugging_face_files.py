@@ -47,10 +47,9 @@ def shapes_of(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """The tensors that a config asks for."""
     family = family_of(config, HERE)
     model = model_of(values_of(family, config, HERE)[0])
-    rows = {row.ours: row for row in family.rows(model)}
-    return {name: part.shape for each in parameters(model) for name, part in
-            zip(rows[each.name].theirs,
-                rows[each.name].view(torch.empty(each.stored, device="meta"), model), strict=True)}
+    rows = family.rows(model)
+    return {name: shape for each in parameters(model) for row in rows[each.name]
+            for name, shape in row.shapes(each.stored, model).items()}
 
 
 def folder(path: Path, config: dict[str, Any], dtype: torch.dtype = torch.float32) -> Path:

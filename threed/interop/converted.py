@@ -19,6 +19,7 @@ from threed.config.values import get
 from threed.interop.script import TYPED
 from threed.interop.shell.opaque import is_open
 from threed.interop.shell.opaque import show as readable
+from threed.models.families.registry import FAMILIES
 from threed.schema import Config
 
 _SLIP = 0.85  # how alike an unknown option and a slip of the pen are
@@ -127,8 +128,9 @@ def _take(done: Converted, origin: dict[str, str], key: str, row: Key | None, va
         done.refused[key] = f"threed does not know this key of {done.framework.name}"
         return
     if value == "auto":
-        done.dropped[key] = "auto is filled in by Hugging Face's Trainer" + (f": set {row.key}" if row.key
-                                                                             else "")
+        who = ("found in the model" if key.startswith("expert_parallel.")
+               else "filled in by Hugging Face's Trainer")
+        done.dropped[key] = f"auto is {who}" + (f": set {row.key}" if row.key else "")
         return
     try:
         taken = _taken(row, value, given)
@@ -179,13 +181,20 @@ def _take_default(done: Converted, name: str, row: Key | None, value: Any, given
         done.refused[shown(done.framework, name)] = f"not given, so {value}: {reason}"
         return
     for ours, converted in taken.items():
-        usual = get(Config(), ours)
+        usual = _usual(ours, done)
         by_version = name == "gradient_clipping"
         if ours not in done.values and (converted != usual or by_version):
             done.values[ours] = converted
             done.why[ours] = f"{done.framework.name}'s default" + (
                 f": 1.0 since {'.'.join(map(str, CLIPS_SINCE))}, 0 before (--deepspeed-version)" if by_version
                 else f"; threed's is {inline(usual)}")
+
+
+def _usual(key: str, done: Converted) -> Any:
+    """The default of a key of ours, which may be one of the family's alone."""
+    family, name = done.values.get("model.family", ""), key.removeprefix("model.")
+    alone = family in FAMILIES and not hasattr(Config().model, name) and key.startswith("model.")
+    return getattr(FAMILIES[family].config(), name) if alone else get(Config(), key)
 
 
 def inline(value: Any) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 from threed.base.errors import InputError
 from threed.base.quantity import whole_number
+from threed.config.keys.deepspeed_experts import KEYS as OF_EXPERTS
 from threed.config.keys.table import NO_KEY, NOTHING, Dropped, Framework, Given, Key, Refused
 
 CLIPS_SINCE = (0, 19, 3)  # the version from which an absent gradient_clipping means 1.0 instead of 0
@@ -368,9 +369,9 @@ ROWS = (
                          ("compression_training*", "quantization or pruning"),
                          ("quantize_training*", "quantization"), ("eigenvalue*", "eigenvalues"),
                          ("elasticity*", "batch sizes that change with the ranks"),
-                         ("hybrid_engine*", "inference engine"), ("compile*", "compilation of whole models"),
-                         ("expert_parallel*", "experts that are made of another model's MLPs: parallel.ep is "
-                                              "of model.family=moe"))),
+                         ("hybrid_engine*", "inference engine"),
+                         ("compile*", "compilation of whole models"))),
+    *OF_EXPERTS,
 )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from threed.config.keys import megatron_values as take
 from threed.config.keys.megatron_experts import KEYS as OF_EXPERTS
+from threed.config.keys.megatron_experts import defaults_of_deepspeed
 from threed.config.keys.megatron_rest import WITHOUT_VALUE
 from threed.config.keys.table import NO_KEY, NOTHING, Framework, Given, Key
 
@@ -200,6 +201,7 @@ def defaults(given: Given) -> dict[str, Any]:
         values |= {"initial_loss_scale": 2.0**32}
         if "accumulate_allreduce_grads_in_fp32" not in given:
             values |= {"main_grads_dtype": "fp16"}
+    values |= defaults_of_deepspeed(given)
     if given.get("optimizer") == "sgd":
         values["sgd_momentum"] = 0.9
     if given.get("lr_decay_style") == "WSD":

@@ -1,4 +1,5 @@
-"""What Megatron-LM's options of experts are here. Without --num-experts they have no effect."""
+"""What Megatron-LM's and Megatron-DeepSpeed's options of experts are here. Without --num-experts they have no
+effect."""
 
 from __future__ import annotations
 
@@ -18,10 +19,17 @@ _WAYS = """
 """
 
 
+def _has(given: Given) -> bool:
+    """Whether a model has experts: Megatron-DeepSpeed takes a list, and 1 for none."""
+    value = given.get("num_experts")
+    several = set(value if isinstance(value, list) else [value])
+    return len(several) == 1 and not several & {None, 1}
+
+
 def with_experts(take: Callable[[Any, Given], Any] = lambda value, _: value) -> Callable[[Any, Given], Any]:
     """The same, where a model has experts."""
     def taken(value: Any, given: Given) -> Any:
-        if given.get("num_experts") in _NONE:
+        if not _has(given):
             raise Dropped("without --num-experts there are none")
         return take(value, given)
 
@@ -31,6 +39,8 @@ def with_experts(take: Callable[[Any, Given], Any] = lambda value, _: value) -> 
 def _experts(value: Any, given: Given) -> dict[str, Any]:
     """With what is Megatron-LM's default, and not that of the family."""
     norm = "rmsnorm" if given.get("normalization") == "RMSNorm" else "layernorm"
+    if not _has(given):
+        raise Refused("all blocks with experts have equally many: give one number")
     return {"model.family": "moe", "model.experts": value[0] if isinstance(value, list) else value,
             "model.norm": norm, "model.activation": "swiglu" if given.get("swiglu") else "gelu",
             "model.bias": not given.get("disable_bias_linear"),
@@ -108,7 +118,69 @@ def _refused(why: str) -> Callable[[Any, Given], Any]:
     return with_experts(take)
 
 
+def _chosen(value: Any, _: Given) -> dict[str, Any]:
+    """DeepSpeed normalizes the scores of several experts, and not that of one."""
+    return {"model.experts_per_token": value, "model.normalize_top_k": value > 1}
+
+
+def _interval(value: Any, _: Given) -> dict[str, Any]:
+    """Blocks value - 1, 2 value - 1, ..."""
+    return {"model.moe_every": value, "model.first_dense": value - 1}
+
+
+def _capacity(_: Any, given: Given) -> Any:
+    if given.get("disable_moe_token_dropping"):
+        raise Dropped("no token is dropped")
+    raise Refused("threed drops no token: every row is computed, as with --disable-moe-token-dropping")
+
+
+def _of_micro_batches(value: Any, _: Given) -> Any:
+    if not value:
+        raise Dropped("without a weight there is no auxiliary loss")
+    raise Refused("it is of a rank's micro-batches; threed's auxiliary loss is of each sequence "
+                  "(model.balance=sequence, with model.balance_weight)")
+
+
+def _second(_: Any, given: Given) -> Any:
+    if given.get("topk", 1) != 2:
+        raise Dropped("it is about two experts a token")
+    raise Refused("threed chooses the second expert by its score, without noise, as with "
+                  "--disable-moe-top2-2nd-expert-sampling")
+
+
+OF_DEEPSPEED = (
+    Key("moe_expert_parallel_size", "parallel.ep", with_experts(), _ONE),
+    Key("enable_expert_tensor_parallelism", NOTHING + "threed does not cut an expert over tp"),
+    Key("topk", "model.experts_per_token", with_experts(_chosen)),
+    Key("expert_interval", "model.moe_every (with model.first_dense: the first block has no experts)",
+        with_experts(_interval)),
+    Key("mlp_type", NOTHING + "threed has no residual experts", _refused("threed has no residual experts"),
+        ("standard",)),
+    Key("moe_train_capacity_factor", NOTHING + "threed drops no token", with_experts(_capacity)),
+    Key("moe_eval_capacity_factor", NOTHING + "threed drops no token", with_experts(_capacity)),
+    Key("moe_min_capacity", NOTHING + "threed drops no token", with_experts(_capacity)),
+    Key("disable_moe_token_dropping", NO_KEY + "no token is dropped"),
+    Key("moe_loss_coeff", NOTHING + "threed's auxiliary loss is of each sequence (model.balance=sequence)",
+        with_experts(_of_micro_batches)),
+    Key("moe_top2_2nd_expert_sampling", NOTHING + "experts are chosen without noise", with_experts(_second)),
+    Key("disable_moe_top2_2nd_expert_sampling", NO_KEY + "experts are chosen without noise"),
+)
+
+
+def defaults_of_deepspeed(given: Given) -> dict[str, Any]:
+    """What Megatron-DeepSpeed takes for options of experts that are not given."""
+    if not _has(given) or not given.keys() & {"deepspeed", *(row.theirs for row in OF_DEEPSPEED)}:
+        return {}
+    values: dict[str, Any] = {"topk": 1, "expert_interval": 2, "moe_loss_coeff": 0.1}
+    if not given.get("disable_moe_token_dropping"):
+        values["moe_train_capacity_factor"] = 1.0
+    if not given.get("disable_moe_top2_2nd_expert_sampling"):
+        values["moe_top2_2nd_expert_sampling"] = True
+    return values
+
+
 KEYS = (
+    *OF_DEEPSPEED,
     Key("num_experts", "model.experts (with model.family=moe)", _experts, _NONE),
     Key("expert_model_parallel_size", "parallel.ep", with_experts(), _ONE),
     Key("expert_tensor_parallel_size", NOTHING + "threed does not cut an expert over tp", None, _ONE),

@@ -56,11 +56,12 @@ def export_adapters(run: Path, output: Path, dtype: str | None = None, like: Pat
             raise InputError(f"--adapters: {trained.path} has none: its run had no model.lora_rank")
         described = read(beside / kept.CONFIG) if beside is not None else None
         family = family_for(without(model), described)
-        rows = {row.ours: row for row in family.rows(without(model))}
+        rows = {name: row for name, (row, *_) in family.rows(without(model)).items()}
         modules = {adapter.name: _module(family, adapter, rows[adapter.of]) for adapter in adapters(model)}
         shapes = {name: shape for adapter in adapters(model) for name, shape in zip(
             _names(modules[adapter.name]), (each.shape for each in adapter.parameters()), strict=True)}
-        header = next(iter(headers_of(shapes, NAMES[dtype or "fp32"], 1 << 62).values()))
+        header = next(iter(headers_of(shapes, dict.fromkeys(shapes, NAMES[dtype or "fp32"]),
+                                             1 << 62).values()))
         base = str(like) if like is not None else (described or {}).get("_name_or_path")
         with trained.written(output) as aside:
             say(f"{trained.path} as adapters of a {family.model_type}: {WEIGHTS}")
@@ -109,7 +110,8 @@ def _turned(family: HFFamily) -> bool:
 
 def _described(family: HFFamily, model: ModelConfig, modules: list[str], base: str | None) -> dict[str, Any]:
     """adapter_config.json."""
-    every = [name.removesuffix(".weight") for row in family.rows(without(model)) for name in row.theirs]
+    every = [name.removesuffix(".weight") for rows in family.rows(without(model)).values() for row in rows
+             for name in row.theirs]
     targets = set()
     for module in modules:
         last = module.rpartition(".")[2]  # one name may be that of several linears of a block

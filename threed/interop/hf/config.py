@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from threed.base.errors import InputError
+from threed.interop.hf import lacks
 from threed.interop.hf.names import FAMILIES, NEEDED, HFFamily
 from threed.interop.hf.places import CONFIG
 from threed.models.families.registry import family_of as family_of_ours
@@ -42,7 +43,9 @@ def family_of(config: Mapping[str, Any], where: Path) -> HFFamily:
                          + ("; this is a run of threed, which is exported, not imported"
                             if "parallel" in config else ""))
     if family is None:
-        raise InputError(f"{where}: model_type={kind} is a model that threed does not have; it has {known}")
+        has = [what + f" ({how})" * bool(how) for what, how in lacks.asked(config)]
+        raise InputError(f"{where}: model_type={kind} is a model that threed does not have"
+                         + f", with {', '.join(has)}" * bool(has) + f"; import one of {known}")
     classes = config.get("architectures") or [family.architecture]
     if family.architecture not in classes:
         raise InputError(f"{where}: architectures={classes}: threed has {family.architecture} of {kind} "
@@ -79,6 +82,9 @@ def values_of(family: HFFamily, config: Mapping[str, Any], where: Path,
             and "dropout" not in given):
         problems.append(f"embd_pdrop={config.get('embd_pdrop', 0.1)} differs from resid_pdrop="
                         f"{values['dropout']}: threed has one for both; give model.dropout=...")
+    problems += [f"{how}: threed has no {what}; import another model, or, if this one was made without, take "
+                 "the key out of config.json"
+                 for what, how in lacks.asked(config) if how.partition("=")[0] not in family.only]
     if config.get("quantization_config"):
         problems.append("quantization_config: threed reads weights that are not quantized")
     if values["position"] == "rotary":
@@ -87,7 +93,7 @@ def values_of(family: HFFamily, config: Mapping[str, Any], where: Path,
     values["seq_len"], notes, wrong = _seq_len(family, config, values, given.get("seq_len"))
     if problems := [*problems, *wrong]:
         raise _refusal(where, problems)
-    known = {*_IGNORED, *_ROPE, *family.other, *family.only, family.longest, family.shared,
+    known = {*_IGNORED, *_ROPE, *family.other, *family.only, *lacks.KEYS, family.longest, family.shared,
              "quantization_config",
              *(name for key in family.keys for name in (key.theirs, key.also))}
     if strange := [key for key in config if key not in known and not key.startswith("summary_")]:
@@ -207,8 +213,7 @@ def unfit(family: HFFamily, model: ModelConfig) -> list[str]:
     if isinstance(model, ExpertsConfig) and family.shared and model.shared_expert_ffn % model.inner:
         problems.append(f"model.shared_expert_ffn={model.shared_expert_ffn}, no multiple of an expert's "
                         f"{model.inner}")
-    has, needed = ({row.ours: None for row in family.rows(model)},
-                   {each.name: None for each in parameters(model)})
+    has, needed = family.rows(model), {each.name: None for each in parameters(model)}
     problems += [f"parameter {name}" for name in [each for each in needed if each not in has][:1]]
     problems += [f"model without {name}" for name in
                  [each for each in has if each not in needed and each != "head.output.weight"][:1]]

@@ -1,7 +1,7 @@
 """Export: a run's newest checkpoint, or a named one, becomes the folder of a model of transformers.
 
 Names of files, their order of tensors and what is beside them are those of the import, where the run began
-with one (RUN/huggingface). One parameter of ours is in memory at a time, in fp32.
+with one (RUN/huggingface). One parameter of ours is in memory at a time, in fp32; of experts, one expert.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import torch
 
 from threed.base.errors import InputError
 from threed.base.progress import Progress
@@ -27,9 +25,10 @@ from threed.interop.hf import sidecar as kept
 from threed.interop.hf.adapters import merge, without
 from threed.interop.hf.config import family_for, written
 from threed.interop.hf.importing import TIED
-from threed.interop.hf.names import HFFamily
+from threed.interop.hf.names import HFFamily, TensorRow
 from threed.interop.hf.places import INDEX, read
 from threed.interop.hf.source import Trained
+from threed.interop.hf.stacked import unstack
 from threed.interop.hf.tensors import NAMES, WORDS, FileWriter, entries_of, headers_of, index_text
 from threed.models.model import parameters
 from threed.schema import Config, ModelConfig
@@ -70,7 +69,7 @@ class ExportFiles(NamedTuple):
     """What the files of an export are."""
 
     headers: dict[str, str]  # file -> header
-    names: dict[str, tuple[str, ...]]  # our parameter -> their tensors in the files
+    cut: str  # begin of the names of their tensors that the files leave out
     copies: tuple[str, ...]  # tensors that are tied to the word embedding, and are in the files all the same
     fresh: bool  # whether it is another one than that of the import
     word: str | None  # the dtype that config.json says; None: what that of the import says
@@ -79,28 +78,30 @@ class ExportFiles(NamedTuple):
 def _layout(family: HFFamily, model: ModelConfig, before: dict[str, str] | None, dtype: str | None,
             usual: str) -> ExportFiles:
     """The layout of the import, `before`, if that has the same tensors, of the same shapes and of `dtype`;
-    else a new one, of `dtype`, or of that of the import, or `usual`."""
-    ours = {parameter.name: parameter for parameter in parameters(model)}
-    rows = {row.ours: row for row in family.rows(model) if row.ours in ours}
-    names = {name: rows[name].theirs for name in ours}
-    parts = {name: rows[name].view(torch.empty(parameter.stored, device="meta"), model)
-             for name, parameter in ours.items()}
-    shapes = {theirs: part.shape for name in ours
-              for theirs, part in zip(names[name], parts[name], strict=True)}
+    else a new one, of `dtype`, or of that of the import, or `usual`. (Experts that were stacked are not.)"""
+    rows, shapes = family.rows(model), dict[str, tuple[int, ...]]()
     entries = {name: entry for file, header in (before or {}).items()
                for name, entry in entries_of(file, header).items()}
+    cut = "" if any(name.startswith(family.prefix) for name in entries) else family.prefix
+    stacked = []
+    for parameter in parameters(model):
+        mine = rows[parameter.name]
+        stacked += unstack(entries, mine, parameter.stored, model, cut)
+        for row in mine:
+            shapes |= row.shapes(parameter.stored, model)
     kinds = {entry.dtype for entry in entries.values()}
     word = None if dtype is None else WORDS[NAMES[dtype]]
-    if before is not None and (dtype is None or kinds == {NAMES[dtype]}):
-        bare = not any(name.startswith(family.prefix) for name in entries)
-        cut = family.prefix if bare else ""
-        copies = tuple({TIED} & entries.keys()) if model.tie_embeddings else ()
-        had = {name: entry.shape for name, entry in entries.items() if name not in copies}
-        if had == {name.removeprefix(cut): shape for name, shape in shapes.items()}:
-            names = {name: tuple(each.removeprefix(cut) for each in theirs) for name, theirs in names.items()}
-            return ExportFiles(before, names, copies, False, word)
-    chosen = NAMES[dtype] if dtype is not None else kinds.pop() if len(kinds) == 1 else usual
-    return ExportFiles(headers_of(shapes, chosen, SHARD), names, (), True, WORDS[chosen])
+    copies = tuple({TIED} & entries.keys()) if model.tie_embeddings else ()
+    had = {name: entry.shape for name, entry in entries.items() if name not in copies}
+    same = had == {name.removeprefix(cut): shape for name, shape in shapes.items()}
+    if before is not None and same and not stacked and (dtype is None or kinds == {NAMES[dtype]}):
+        return ExportFiles(before, cut, copies, False, word)
+    if same and dtype is None:
+        dtypes = {name: entries[name.removeprefix(cut)].dtype for name in shapes}
+    else:
+        chosen = NAMES[dtype] if dtype is not None else kinds.pop() if len(kinds) == 1 else usual
+        dtypes, word = dict.fromkeys(shapes, chosen), WORDS[chosen]
+    return ExportFiles(headers_of(shapes, dtypes, SHARD), "", (), True, word)
 
 
 def _write_weights(trained: Trained, family: HFFamily, writer: FileWriter, layout: ExportFiles,
@@ -109,20 +110,21 @@ def _write_weights(trained: Trained, family: HFFamily, writer: FileWriter, layou
     model = without(trained.config.model)
     everything = list(parameters(model))
     progress = Progress("exported", 4 * sum(math.prod(each.stored) for each in everything), show_bytes, say)
-    views = {row.ours: row.view for row in family.rows(model)}
+    rows = family.rows(model)
 
-    def write(parameter: Parameter) -> None:  # after which its values are gone
-        whole = trained.read(parameter)
-        merge(whole, parameter.name, trained)
-        parts = views[parameter.name](whole, model)
-        for name, part in zip(layout.names[parameter.name], parts, strict=True):
-            writer.write(name, part)
+    def write(parameter: Parameter, row: TensorRow) -> None:  # after which its values are gone
+        values = trained.read(parameter, row.box(parameter.stored))
+        merge(values, parameter.name, trained)
+        parts = row.parts(values, model)
+        for name, part in zip(row.theirs, parts, strict=True):
+            writer.write(name.removeprefix(layout.cut), part)
         for name in layout.copies if parameter.tied else ():
             writer.write(name, parts[0])
+        progress.add(values.nbytes)
 
     for parameter in everything:
-        write(parameter)
-        progress.add(4 * math.prod(parameter.stored))
+        for row in rows[parameter.name]:
+            write(parameter, row)
     return writer.close()
 
 

@@ -1,16 +1,15 @@
 """Import: the weights of a model of transformers become a checkpoint at step 0, and its config a YAML.
 
 The checkpoint has weights alone: a run that resumes from it begins with an optimizer's fresh state, on any
-mesh. One parameter of ours is in memory at a time, in fp32.
+mesh. One parameter of ours is in memory at a time, in fp32; of experts, one expert.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,12 +29,14 @@ from threed.checkpoint.shard_file import Item, write
 from threed.config import load as configs
 from threed.data.tokenizer import load
 from threed.data.tokenizer_files import CONFIG
+from threed.interop.hf import lacks
 from threed.interop.hf import sidecar as kept
 from threed.interop.hf.adapters import without
 from threed.interop.hf.config import family_of, values_of
 from threed.interop.hf.names import HFFamily, TensorRow
-from threed.interop.hf.places import located, read, title_of, whole_file
+from threed.interop.hf.places import located, read, title_of, weight_map, whole_file
 from threed.interop.hf.slices import TensorPart
+from threed.interop.hf.stacked import unstack
 from threed.interop.hf.tensors import DTYPES, NAMES, Files, Fit
 from threed.models.model import parameters
 from threed.schema import Config, ModelConfig
@@ -52,7 +53,9 @@ class Source(NamedTuple):
     """Where the tensors of a model are."""
 
     files: Files
-    rows: dict[str, tuple[TensorRow, tuple[str, ...]]]  # our parameter -> its row, and their names in files
+    rows: dict[str, list[TensorRow]]  # our parameter -> its rows
+    cut: str  # begin of the names of their tensors that the files leave out
+    stacked: list[str]  # tensors that are listed by other names now: those of all experts of a block
     copies: tuple[str, ...]  # tensors that are tied to the word embedding, and are in the files all the same
     dropped: tuple[str, ...]  # tensors that are no weights
 
@@ -89,6 +92,9 @@ def import_model(source: Path, output: Path, overrides: list[str] | None = None,
     if found.dropped:
         notes.append(f"dropped, since they are no weights: {', '.join(found.dropped[:3])}"
                      f"{f' and {len(found.dropped) - 3} more' if len(found.dropped) > 3 else ''}")
+    if stacked := [name for name in found.stacked if ".experts." in name]:
+        notes.append(f"experts are stacked in the files, as in {stacked[0]}: an export writes tensors of "
+                     "each expert, as transformers does")
     file = yaml_file or home / "config.yaml"
     _check_room(config, checkpoint, beside, file)
     say(f"{family.model_type}: {len(found.rows)} tensors, from {', '.join(found.files.headers)}")
@@ -147,45 +153,59 @@ def _places(output: Path) -> tuple[Path, Path]:
 def locate(family: HFFamily, model: ModelConfig, files: Files) -> Source:
     """Find the tensors of all parameters. InputError where one is missing, is of another shape, or is left
     over."""
-    bare = not any(name.startswith(family.prefix) for name in files.entries)
-
-    def actual(name: str) -> str:
-        return name.removeprefix(family.prefix) if bare else name
-
-    ours = {parameter.name: parameter for parameter in parameters(model)}
-    rows = {row.ours: (row, tuple(map(actual, row.theirs))) for row in family.rows(model) if row.ours in ours}
-    problems = []
-    for name, parameter in ours.items():
-        if name not in rows:
-            problems.append(f"a {family.model_type} of transformers has no {name}: leave out the override "
-                            "that asks for it")
+    entries = files.entries
+    cut = "" if any(name.startswith(family.prefix) for name in entries) else family.prefix
+    every, rows = family.rows(model), dict[str, list[TensorRow]]()
+    problems, stacked, taken = list[str](), list[str](), set[str]()
+    for parameter in parameters(model):
+        mine, stored = every.get(parameter.name), parameter.stored
+        if mine is None:
+            problems.append(f"a {family.model_type} of transformers has no {parameter.name}: leave out the "
+                            "override that asks for it")
             continue
-        row, names = rows[name]
-        shapes = [part.shape for part in row.view(torch.empty(parameter.stored, device="meta"), model)]
-        for theirs, shape in zip(names, shapes, strict=True):
-            entry = files.entries.get(theirs)
-            if entry is None:
-                problems.append(f"{theirs} is missing" + "; if the head's matrix is the word embedding, give "
-                                "model.tie_embeddings=true" * (theirs == TIED))
-            elif entry.shape != shape:
-                problems.append(f"{theirs} has the shape {list(entry.shape)}, not {list(shape)}"
-                                + _answer(name, entry.shape, shape))
-    rest = files.entries.keys() - set(itertools.chain.from_iterable(names for _, names in rows.values()))
+        rows[parameter.name] = mine
+        stacked += unstack(entries, mine, stored, model, cut)
+        stack = mine[0].also.removeprefix(cut)
+        asked = {stack: mine[0].stack(stored)} if stack in entries else {
+            name.removeprefix(cut): shape
+            for row in mine for name, shape in row.shapes(stored, model).items()}
+        problems += _unlike(parameter.name, asked, files)
+        taken.update(asked)
+    rest = entries.keys() - taken
     copies = rest & {TIED} if model.tie_embeddings else set()
     dropped = {name for name in rest if name.endswith(family.dropped)} if family.dropped else set()
-    problems += [f"{name} has no place in a {family.model_type} of threed"
+    problems += [f"{name} has no place in a {family.model_type} of threed{lacks.of_tensor(name)}"
                  for name in sorted(rest - copies - dropped)]
     if problems:
         more = f"\n  and {len(problems) - 5} more" if len(problems) > 5 else ""
         lines = "".join(f"\n  - {problem}" for problem in problems[:5])
         raise InputError(f"{files.folder}: the tensors are not those of config.json:{lines}{more}")
-    return Source(files, rows, tuple(sorted(copies)), tuple(sorted(dropped)))
+    return Source(files, rows, cut, stacked, tuple(sorted(copies)), tuple(sorted(dropped)))
+
+
+def _unlike(ours: str, asked: Mapping[str, tuple[int, ...]], files: Files) -> Iterator[str]:
+    """Tensors of a parameter that are missing, or of another shape."""
+    near = {files.entries[name].file for name in asked if name in files.entries}
+    alone = near.pop() if len(near) == 1 else ""  # the file that has the others
+    places = (weight_map(files.folder) or {}) if asked.keys() - files.entries.keys() else {}
+    for name, shape in asked.items():
+        entry = files.entries.get(name)
+        if entry is None:
+            place = places.get(name, alone)
+            yield (f"{name} is missing" + f" in {place}: fetch that file again" * bool(place)
+                   + "; if the head's matrix is the word embedding, give model.tie_embeddings=true"
+                   * (name == TIED))
+        elif entry.shape != shape:
+            yield (f"{name} has the shape {list(entry.shape)}, not {list(shape)}"
+                   + _answer(ours, entry.shape, shape))
 
 
 def _answer(ours: str, has: tuple[int, ...], asked: tuple[int, ...]) -> str:
-    """The key that answers a shape that is not that of config.json."""
+    """The key that answers a shape that is not that of config.json, or what has such a shape."""
     if ours == _EMBEDDING and has[1:] == asked[1:]:
         return f"; if it has {has[0]} tokens, give model.vocab={has[0]}"
+    if ours.endswith(("q_norm.weight", "k_norm.weight")) and has[0] > asked[0]:
+        return ": threed has no norms of queries and keys over all heads, but of each head"
     return ""
 
 
@@ -200,7 +220,8 @@ def _write_checkpoint(path: Path, config: Config, source: Source,
     shutil.rmtree(aside, ignore_errors=True)
     try:
         aside.mkdir(parents=True)
-        items = [_item(parameter, config, source, progress, fit) for parameter in everything]
+        items = [_item(parameter, row, config, source, progress, fit)
+                 for parameter in everything for row in source.rows[parameter.name]]
         report = write(aside / file_name(0), 0, items)
         fit.check()
         lineage = Lineage.new(config)
@@ -219,18 +240,19 @@ def _write_checkpoint(path: Path, config: Config, source: Source,
     return report.size, fit.notes()
 
 
-def _item(parameter: Parameter, config: Config, source: Source, progress: Progress, fit: Fit) -> Item:
-    """A parameter to be written, which is read when its turn comes."""
-    stored = parameter.stored
-    box = Box(parameter.name, tuple(0 for _ in stored), stored, stored, 0, parameter.axes)
-    row, names = source.rows[parameter.name]
+def _item(parameter: Parameter, row: TensorRow, config: Config, source: Source, progress: Progress,
+          fit: Fit) -> Item:
+    """A parameter, or an expert's part of it, to be written, which is read when its turn comes."""
+    offset, shape = row.box(parameter.stored)
+    box = Box(parameter.name, offset, shape, parameter.stored, 0, parameter.axes)
+    names = [name.removeprefix(source.cut) for name in row.theirs]
     dtype = DTYPES[NAMES[config.precision.dtype]]  # of compute: a weight is rounded to it in each step
 
     def values() -> torch.Tensor:
-        whole = torch.empty(stored)
+        whole = torch.empty(shape)
         if parameter.unpadded is not None:
             whole[parameter.unpadded:] = 0.0
-        parts: list[TensorPart] = row.view(whole, config.model)
+        parts: list[TensorPart] = row.parts(whole, config.model)
         for name, part in zip(names, parts, strict=True):
             source.files.read(name, part, fit, dtype)
         for name in source.copies if parameter.tied else ():

@@ -1,23 +1,25 @@
 """The families of transformers that threed knows, one table each, which both directions read.
 
 A row of `weights` names a parameter of ours, their tensors, and the view of ours that these are; `{i}`
-stands for a block's number, `{x}` for that of an expert, each of which has tensors of its own. A row of
-`keys` names a key of config.json, the key of ours, and what transformers takes where config.json does not
-have it. To add a family is to add a table.
+stands for a block's number, `{x}` for that of an expert: such a row becomes one row an expert, which names
+that expert's part of our parameter. A row of `keys` names a key of config.json, the key of ours, and what
+transformers takes where config.json does not have it. To add a family is to add a table.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
+
 from threed.interop.hf.slices import (
+    TensorPart,
     View,
     by_group,
     by_kind,
-    experts_down,
-    experts_up,
     gate_and_up,
     same,
     transposed,
@@ -33,13 +35,39 @@ class TensorRow(NamedTuple):
     ours: str
     theirs: tuple[str, ...]
     view: View = same
+    # Another name of the tensor in some files; of a row with {x}, the tensor that holds those of all experts,
+    # one behind the other: what transformers 5 has in memory.
+    also: str = ""
+    expert: int | None = None  # whose part of our parameter it is; None: it is all of it
 
-    def of(self, block: int, model: ModelConfig) -> TensorRow:
-        index, several = str(block), any("{x}" in each for each in self.theirs)
-        numbers = range(getattr(model, "experts", 1) if several else 1)
-        return TensorRow(self.ours.replace("{i}", index),
-                         tuple(each.replace("{i}", index).replace("{x}", str(expert))
-                               for expert in numbers for each in self.theirs), self.view)
+    def of(self, block: int, model: ModelConfig) -> Iterator[TensorRow]:
+        """Its rows for a block."""
+        def named(name: str, expert: int | None) -> str:
+            return name.replace("{i}", str(block)).replace("{x}", str(expert))
+
+        experts = model.experts if isinstance(model, ExpertsConfig) else 0
+        for expert in range(experts) if "{x}" in self.theirs[0] else (None,):
+            yield TensorRow(named(self.ours, None), tuple(named(name, expert) for name in self.theirs),
+                            self.view, named(self.also, None), expert)
+
+    def box(self, stored: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """(offset, shape) of its part of our parameter, which has the shape `stored`."""
+        if self.expert is None:
+            return tuple(0 for _ in stored), stored
+        return (self.expert, *(0 for _ in stored[1:])), (1, *stored[1:])
+
+    def parts(self, values: torch.Tensor, model: ModelConfig) -> list[TensorPart]:
+        """Their tensors, as parts of the values in its box."""
+        return self.view(values if self.expert is None else values[0], model)
+
+    def shapes(self, stored: tuple[int, ...], model: ModelConfig) -> dict[str, tuple[int, ...]]:
+        """Their tensors -> shapes."""
+        parts = self.parts(torch.empty(self.box(stored)[1], device="meta"), model)
+        return {name: part.shape for name, part in zip(self.theirs, parts, strict=True)}
+
+    def stack(self, stored: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the tensor `also`."""
+        return stored if self.expert is None else (stored[0], math.prod(stored[1:-1]), stored[-1])
 
     def is_in(self, block: int, model: ModelConfig) -> bool:
         """Whether a block has it: those with experts have no MLP besides."""
@@ -76,13 +104,15 @@ class HFFamily:
     other: tuple[str, ...] = field(default=())  # keys that do not change what a model computes here
     shared: str = ""  # their key of how many experts, each as large as another, compute all tokens
 
-    def rows(self, model: ModelConfig) -> Iterator[TensorRow]:
-        """The rows of all parameters that a model of ours may have."""
+    def rows(self, model: ModelConfig) -> dict[str, list[TensorRow]]:
+        """Parameters that a model of ours may have -> their rows: one, or one an expert."""
+        found: dict[str, list[TensorRow]] = {}
         for row in self.weights:
-            if "{i}" in row.ours:
-                yield from (row.of(block, model) for block in range(model.layers) if row.is_in(block, model))
-            else:
-                yield row
+            blocks = [block for block in range(model.layers) if row.is_in(block, model)]
+            mine = [each for block in blocks for each in row.of(block, model)] if "{i}" in row.ours else [row]
+            for each in mine:
+                found.setdefault(each.ours, []).append(each)
+        return found
 
 
 # ---------------------------------------------------------------- GPT-2
@@ -175,12 +205,15 @@ _QWEN3 = HFFamily(
 # ---------------------------------------------------------------- mixtures of experts
 
 
-def _of_experts(router: str, expert: str, gate: str, up: str, down: str) -> tuple[TensorRow, ...]:
-    layer = "model.layers.{i}."
-    return (TensorRow("blocks.{i}.router.weight", (f"{layer}{router}.weight",)),
-            TensorRow("blocks.{i}.experts.up", (f"{layer}{expert}.{{x}}.{gate}.weight",
-                                                f"{layer}{expert}.{{x}}.{up}.weight"), experts_up),
-            TensorRow("blocks.{i}.experts.down", (f"{layer}{expert}.{{x}}.{down}.weight",), experts_down))
+def _of_experts(block: str, gate: str, up: str, down: str) -> tuple[TensorRow, ...]:
+    """`block`: what has the router and the experts in files with a tensor an expert."""
+    layer, also = f"model.layers.{{i}}.{block}.", "model.layers.{i}.mlp."
+    expert = f"{layer}experts.{{x}}."
+    return (TensorRow("blocks.{i}.router.weight", (f"{layer}gate.weight",), same, f"{also}gate.weight"),
+            TensorRow("blocks.{i}.experts.up", (f"{expert}{gate}.weight", f"{expert}{up}.weight"),
+                      gate_and_up, f"{also}experts.gate_up_proj"),
+            TensorRow("blocks.{i}.experts.down", (f"{expert}{down}.weight",), same,
+                      f"{also}experts.down_proj"))
 
 
 _QWEN3_NORMS = _QWEN3.weights[len(_LLAMA_WEIGHTS):]
@@ -189,11 +222,11 @@ _EXPERTS_FIXED = {**_LLAMA_FIXED, "family": "moe", "router_score": "softmax", "n
                   "first_dense": 0, "moe_every": 1}
 _IN_TRAINING = ("router_aux_loss_coef", "router_jitter_noise", "output_router_logits", "aux_loss_alpha",
                 "seq_aux")
-_QWEN3_NAMES = _of_experts("mlp.gate", "mlp.experts", "gate_proj", "up_proj", "down_proj")
+_QWEN3_NAMES = _of_experts("mlp", "gate_proj", "up_proj", "down_proj")
 
 _MIXTRAL = HFFamily(
     "mixtral", "MixtralForCausalLM",
-    (*_LLAMA_WEIGHTS, *_of_experts("block_sparse_moe.gate", "block_sparse_moe.experts", "w1", "w3", "w2")),
+    (*_LLAMA_WEIGHTS, *_of_experts("block_sparse_moe", "w1", "w3", "w2")),
     (*_LLAMA_KEYS, HfKey("num_local_experts", "experts", 8),
      HfKey("num_experts_per_tok", "experts_per_token", 2)),
     {**_EXPERTS_FIXED, "balance": "sequence"}, _LLAMA_ONLY, "model.", other=(*_WINDOWS, *_IN_TRAINING))

@@ -211,15 +211,21 @@ def _listed(folders: list[Path]) -> str:
 
 def indexed(folder: Path) -> list[str] | None:
     """The files that the index names; None where there is no index."""
+    places = weight_map(folder)
+    return None if places is None else sorted(set(places.values()))
+
+
+def weight_map(folder: Path) -> dict[str, str] | None:
+    """Tensor -> its file, by the index; None where there is no index."""
     file = folder / INDEX
     if not file.is_file():
         return None
     whole_file(file)
     try:
-        names = sorted(set(json.loads(file.read_text())["weight_map"].values()))
-        if not names or not all(Path(name).name == name for name in names):
+        places = json.loads(file.read_text())["weight_map"]
+        if not places or not all(Path(name).name == name for name in places.values()):
             raise ValueError("it names no files of this folder")
-        return names
+        return places
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{file} is not an index of safetensors files: {error!r}") from None
 

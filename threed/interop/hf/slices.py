@@ -1,12 +1,12 @@
 """Views: which part of a parameter of ours a tensor of transformers is.
 
-A view is a function from our whole parameter, in the shape `stored`, to the parts that are their tensors. A
-part shares our parameter's memory, so one function serves both directions: import copies their tensors into
-the parts, and export copies the parts out of them.
+A view is a function from our whole parameter, in the shape `stored`, or from one expert's part of it, to the
+parts that are their tensors. A part shares our parameter's memory, so one function serves both directions:
+import copies their tensors into the parts, and export copies the parts out of them.
 
 Rotary positions need no permutation: threed and transformers pair the same numbers of a head, (i, i + E/2).
 
-Shapes: V vocabulary, D hidden, F hidden layer of an MLP, X experts, K key and value heads, G queries of each,
+Shapes: V vocabulary, D hidden, F hidden layer of an MLP, K key and value heads, G queries of each,
 E head size.
 """
 
@@ -48,16 +48,6 @@ def transposed(ours: torch.Tensor, model: ModelConfig) -> list[TensorPart]:
 def gate_and_up(ours: torch.Tensor, model: ModelConfig) -> list[TensorPart]:
     """[2, F, D] -> twice [F, D]."""
     return [_as_is(ours[0]), _as_is(ours[1])]
-
-
-def experts_up(ours: torch.Tensor, model: ModelConfig) -> list[TensorPart]:
-    """[X, 2, F, D] -> gate and up of each expert, [F, D]."""
-    return [_as_is(each) for expert in ours for each in expert]
-
-
-def experts_down(ours: torch.Tensor, model: ModelConfig) -> list[TensorPart]:
-    """[X, D, F] -> [D, F] of each expert."""
-    return [_as_is(expert) for expert in ours]
 
 
 def by_group(ours: torch.Tensor, model: ModelConfig) -> list[TensorPart]:

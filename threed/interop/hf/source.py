@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import operator
 import os
 import shutil
 from collections.abc import Iterator
@@ -16,7 +18,7 @@ from threed.checkpoint.box_reader import BoxReader
 from threed.checkpoint.boxes import Box
 from threed.checkpoint.format import MANIFEST, Unusable, checkpoints, folder, is_name, unseal
 from threed.checkpoint.lineage import read_latest
-from threed.checkpoint.proof import checksum
+from threed.checkpoint.proof import MASK, checksum
 from threed.config import load as configs
 from threed.data.run_tokenizer import kept_for
 from threed.interop.hf import sidecar as kept
@@ -42,6 +44,8 @@ class Trained:
                                         f"the config of {self.path}")
         self.kept = _kept(run, self.path, like)
         self._reader = BoxReader(self.path, self.manifest)
+        # parameter of which parts were read -> elements that were not, and the checksum of those that were
+        self._unread: dict[str, tuple[int, int]] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -49,17 +53,25 @@ class Trained:
     def __exit__(self, *_: object) -> None:
         self._reader.close()
 
-    def read(self, parameter: Parameter) -> torch.Tensor:
-        """A whole parameter, checked; read in pieces, so that nothing else of its size is in memory."""
+    def read(self, parameter: Parameter, part: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+             ) -> torch.Tensor:
+        """A parameter, or a part of it, (offset, shape); read in pieces, so that nothing else of its size is
+        in memory. It is checked once all of its parts were read."""
         stored, name = parameter.stored, parameter.name
-        whole = torch.empty(stored)
-        for offset, shape in blocks(stored, PIECE // 4):
-            here = tuple(slice(at, at + size) for at, size in zip(offset, shape, strict=True))
-            self._reader.read("param", Box(name, offset, shape, stored, 0, parameter.axes), whole[here])
-        box = Box(name, tuple(0 for _ in stored), stored, stored, 0, parameter.axes)
-        if f"{checksum(whole.view(-1), box):016x}" != self.manifest["parameters"][name]["sums"].get("param"):
+        first, size = part or (tuple(0 for _ in stored), stored)
+        values = torch.empty(size)
+        for offset, shape in blocks(size, PIECE // 4):
+            here = tuple(slice(at, at + length) for at, length in zip(offset, shape, strict=True))
+            place = tuple(map(operator.add, first, offset))
+            self._reader.read("param", Box(name, place, shape, stored, 0, parameter.axes), values[here])
+        left, total = self._unread.pop(name, (math.prod(stored), 0))
+        left -= values.numel()
+        total += checksum(values.view(-1), Box(name, first, size, stored, 0, parameter.axes))
+        if left:
+            self._unread[name] = left, total
+        elif f"{total & MASK:016x}" != self.manifest["parameters"][name]["sums"].get("param"):
             raise Unusable(self.path, f"is damaged: param {name} does not have the checksum of its manifest")
-        return whole
+        return values
 
     @contextmanager
     def written(self, output: Path) -> Iterator[Path]:

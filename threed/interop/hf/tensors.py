@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -222,12 +222,12 @@ class FileWriter:
         return self._fit.notes()
 
 
-def headers_of(shapes: dict[str, tuple[int, ...]], dtype: str, most: int) -> dict[str, str]:
+def headers_of(shapes: dict[str, tuple[int, ...]], dtypes: Mapping[str, str], most: int) -> dict[str, str]:
     """Headers of files of at most `most` bytes (or of one tensor), in the order of `shapes`: file ->
     header."""
-    wide, shards, sizes = DTYPES[dtype].itemsize, [[]], [0]
+    shards, sizes = [[]], [0]
     for name, shape in shapes.items():
-        size = math.prod(shape) * wide
+        size = math.prod(shape) * DTYPES[dtypes[name]].itemsize
         if sizes[-1] and sizes[-1] + size > most:
             shards.append([])
             sizes.append(0)
@@ -238,8 +238,8 @@ def headers_of(shapes: dict[str, tuple[int, ...]], dtype: str, most: int) -> dic
         entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
         at = 0
         for name in sorted(names):
-            size = math.prod(shapes[name]) * wide
-            entries[name] = {"dtype": dtype, "shape": shapes[name], "data_offsets": [at, at + size]}
+            size = math.prod(shapes[name]) * DTYPES[dtypes[name]].itemsize
+            entries[name] = {"dtype": dtypes[name], "shape": shapes[name], "data_offsets": [at, at + size]}
             at += size
         text = json.dumps(entries, separators=(",", ":"))
         file = SINGLE if len(shards) == 1 else f"model-{index + 1:05d}-of-{len(shards):05d}.safetensors"

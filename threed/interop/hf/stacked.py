@@ -1,0 +1,37 @@
+"""Stacked: tensors of transformers that hold those of all experts of a block, one expert behind the other.
+
+    experts.gate_up_proj [X, 2 F, D]    gate and up of expert 0, of expert 1, ...
+    experts.down_proj    [X, D, F]
+
+transformers 5 has them in memory, and writes a tensor an expert; some files have them all the same. Both cuts
+are along the first dims, so that an expert's tensors are ranges of bytes in the file: they are listed as
+tensors of their own, and everything else is as if the file had them. Nothing is read for that.
+"""
+
+from __future__ import annotations
+
+import math
+
+from threed.interop.hf.names import TensorRow
+from threed.interop.hf.tensors import TensorEntry
+from threed.schema import ModelConfig
+
+
+def unstack(entries: dict[str, TensorEntry], rows: list[TensorRow], stored: tuple[int, ...],
+            model: ModelConfig, cut: str) -> list[str]:
+    """Put the tensors of a parameter's rows in the place of the one that has them all, if there is such.
+    `stored`: the parameter's shape; `cut`: begin of names that the files leave out. The name of the tensor
+    that was replaced."""
+    name = rows[0].also.removeprefix(cut)
+    held = {theirs.removeprefix(cut): shape
+            for row in rows for theirs, shape in row.shapes(stored, model).items()}
+    entry, shape = entries.get(name), rows[0].stack(stored)
+    if entry is None or entry.shape != shape or held.keys() & entries.keys():
+        return []
+    del entries[name]
+    at, each = entry.start, entry.size // math.prod(shape)
+    for theirs, part in held.items():
+        size = each * math.prod(part)
+        entries[theirs] = entry._replace(shape=part, start=at, size=size)
+        at += size
+    return [name]

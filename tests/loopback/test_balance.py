@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from tests.harness import batches
 from tests.loopback.test_experts import MESHES, PP, moe
+from tests.loopback.test_saved import watch
 from threed.base.errors import RunError
 from threed.comm.group import Comm
+from threed.comm.lanes import Lane
 from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
-from threed.features.travel.arrivals import room_for
+from threed.features.travel.arrivals import Arrivals, room_for
 from threed.monitor.measure import Meter
 from threed.planner import make_mesh, make_plan
 from threed.program.analysis import Analysis
+from threed.program.summary import stages
 from threed.schema import Config
 from threed.tensor import experts
 
@@ -106,6 +111,37 @@ def test_memory_ends(room, monkeypatch):
     told = ["rows of 'arrived' came from blocks." in str(caught.value),
             "plan with model.moe_room=" in str(caught.value)]
     assert told == [room == 1] * 2
+
+
+@pytest.mark.parametrize("route, least", [("learned", 0.5), ("balanced", 0.9)])
+@pytest.mark.parametrize("more", [[], ["activation.policy=full", "model.shared_expert_ffn=64"],
+                                  ["parallel.schedule=zb-h1"]], ids=["none", "full-shared", "zb-h1"])
+def test_memory_of_the_rows_that_come(more, route, least, monkeypatch):
+    """A plan with room for them: its peak of activations holds on every rank. Balanced, it is not much more;
+    else it counts each exchange as the most uneven one."""
+    most, add, lane = [], Arrivals.add, Comm._make_lane
+
+    def adding(self, *args):
+        add(self, *args)
+        most.append(self.imbalance)
+
+    monkeypatch.setattr(Arrivals, "add", adding)
+    # A thread sees what it allocates itself: exchanges run on that of the computation here.
+    monkeypatch.setattr(Comm, "_make_lane", lambda self, name: Lane(self.device) if name == "ep"
+                        else lane(self, name))
+    config = moe(*MESHES["ep"], *PP, "model.hidden=128", "model.expert_ffn_hidden=128", "model.seq_len=64",
+                 "model.layers=4", "train.global_batch_size=16", "model.tie_embeddings=false",
+                 f"model.moe_route={route}", *more)
+    seen = watch(config, make_plan(config))
+    model = replace(config.model, moe_room=max(most))
+    plan = make_plan(replace(config, model=model))
+    for rank, each in enumerate(seen):
+        position = make_mesh(config).coordinate(rank).position
+        peak = stages(Analysis(plan))[position].activation_peak_bytes
+        measured = max(*each.before, *each.after)
+        # `sent`: of what it sends, a rank of a loopback has a copy.
+        sent = next(made.bytes for unit in plan.table.units for made in unit.makes if made.name == "routed")
+        assert least * peak < measured <= peak + sent, (rank, measured / peak)
 
 
 def test_no_experts_no_metrics():

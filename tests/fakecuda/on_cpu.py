@@ -9,6 +9,7 @@ LOOPBACK = Path(__file__).parents[1] / "loopback"
 # What a test here is about, where that is not the device: file, or file::test, and why it stays on the CPU.
 ON_CPU: dict[str, str] = {
     "test_agree.py::test_who_takes_the_compiled_step": "the compiled step is the CPU's",
+    "test_balance.py::test_memory_of_the_rows_that_come": "it measures a CPU's memory",
     "test_checkpoint.py::test_a_copy_of_one_moment": "it holds up a lane's thread; a GPU's is a stream",
     "test_checkpoint.py::test_a_step_waits_for_its_copy": "as above",
     "test_experts.py::test_for_whom_ranks_wait": "it holds up a lane's thread; a GPU's is a stream",

@@ -30,7 +30,7 @@ def with_experts(*overrides: str) -> Config:
     """Blocks of Mixtral 8x7B."""
     return threed.load("configs/toy-moe.yaml", [
         "model.name=mixtral-8x7b", "model.layers=10", "model.seq_len=4096", "train.global_batch_size=64",
-        "precision.dtype=bf16", "run.device=auto", *QUIET, *overrides])
+        "precision.dtype=bf16", "run.device=auto", "train.micro_batch_size=1", *QUIET, *overrides])
 
 
 EXPERTS = {"all": [], "some": ["model.moe_every=2", "model.first_dense=1"],

@@ -17,7 +17,7 @@ from threed.models.tiling import cut_layers
 from threed.planner.facts import make_table, stage_sizes, unit_costs
 from threed.prediction.analytic import cost
 from threed.prediction.hardware import Hardware
-from threed.program.entries import gradient_kind
+from threed.program.entries import ComputeUnit, gradient_kind
 from threed.program.handed import back
 from threed.program.instruction import Instruction, Op, Slot
 from threed.program.plan import Plan
@@ -40,6 +40,7 @@ class UnitCost(NamedTuple):
     again: bool  # whether it is computed again in backward
     handed_bytes: int
     logits_bytes: int  # of the kernels that make its loss, which need temporaries of this size
+    temporary_bytes: int = 0  # of its kernels, about
     # For how long nothing is computed behind its forward, and before its backward: what it hands on travels.
     forward_wait_s: float = 0.0
     backward_wait_s: float = 0.0
@@ -151,13 +152,20 @@ class Units:
             logits = each.saved_bytes - each.operand_bytes if index == table.last else 0
             return UnitCost(forward_s, backward_s, weight_s, each.saved_bytes,
                             table.size(Slot("kept", index)), each.operand_bytes, each.recompute,
-                            sum(handed.bytes for handed in each.makes), logits)
+                            sum(handed.bytes for handed in each.makes), logits, _temporary_bytes(each))
 
         few = _with_waits(table, [unit(index) for index in range(len(table.units))], price)
         units = [few[kind] for kind in self.same]
         if cut.every > 1:
             units = [each._replace(again=each.again and u % cut.every == 0) for u, each in enumerate(units)]
         return units
+
+
+def _temporary_bytes(unit: ComputeUnit) -> int:
+    """About what the kernels of a unit need: a third of its operands. The rows that came to experts are
+    computed in fp32, gradients beside them: ten times what is saved, as torch measures it."""
+    experts = any(read.came for read in unit.reads) and unit.operand_bytes > 0
+    return 10 * unit.saved_bytes if experts else unit.operand_bytes // 3
 
 
 def _with_waits(table: Table, units: list[UnitCost], price: Cost) -> list[UnitCost]:

@@ -14,6 +14,7 @@ from threed.layout_search.layout import Layout, config_of
 from threed.layout_search.memory_filter import MemoryFilter
 from threed.layout_search.request import Question, ask
 from threed.layout_search.short_plan import ShortPlans
+from threed.models.tiling import folds_of
 from threed.planner import make_plan
 from threed.prediction.analytic import cost
 from threed.prediction.contention import step
@@ -60,7 +61,7 @@ def draw(rng: random.Random, bounds: Bounds) -> Layout:
     schedule = rng.choice(list(SCHEDULES)) if pp > 1 else "1f1b"
     stage, policy = rng.randrange(4) if dp > 1 else 1, rng.choice(("none", "selective", "full"))
     tiles, reduced = bounds.units().tiles(tp), bounds.config.precision.dtype
-    return Layout(
+    layout = Layout(
         tp, pp, dp, rng.choice(("pp-dp-tp", "dp-pp-tp")), schedule, SCHEDULES[schedule].virtual or 2,
         rng.choice((1, 2)), tp > 1 and rng.random() < 0.5, stage,
         dp // 2 if stage and dp > 2 and rng.random() < 0.25 else dp,
@@ -69,6 +70,10 @@ def draw(rng: random.Random, bounds: Bounds) -> Layout:
         offload_optimizer=dp > 1 and rng.random() < 0.15,
         tile_linears=rng.choice(tiles) if tiles and rng.random() < 0.25 else None,
         reduce_dtype=reduced if dp > 1 and rng.random() < 0.25 else None)
+    if not folds_of(bounds.config):
+        return layout
+    runs = [size for size in (1, 2, 4, 8) if tp * dp % size == 0]
+    return layout._replace(ep=rng.choice(runs), sequence_parallel=tp > 1)
 
 
 def compared(base: Config, hardware: Hardware, seed: int, count: int, most: int = 16,

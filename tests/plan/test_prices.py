@@ -12,7 +12,7 @@ from threed.cli.main import app
 from threed.config import contract
 from threed.config.load import load
 from threed.planner import make_plan
-from threed.prediction.advise import advise, measure
+from threed.prediction.advise import advise, measure, neighbours
 from threed.prediction.analytic import cost as analytic_cost
 from threed.prediction.contention import PricedPlan
 from threed.prediction.hardware import Hardware
@@ -215,3 +215,12 @@ def test_refusals(overrides, said):
     with pytest.raises(ConfigError) as error:
         load("configs/toy.yaml", ["parallel.dp=2", *overrides])
     assert said in str(error.value) and len(error.value.problems) == 1
+
+
+def test_advise_experts():
+    """Other numbers of ranks that hold all experts, where there are experts."""
+    config = load("configs/toy-moe.yaml", ["model.layers=2", "train.global_batch_size=8"])
+    rows = {row["setting"]: row for row in advise(config, Hardware()) if "parallel." in row["setting"]}
+    assert rows.keys() == {"parallel.ep=1", "parallel.ep=4"}
+    assert rows["parallel.ep=4"]["fixed_bytes"] < rows["parallel.ep=1"]["fixed_bytes"]
+    assert not any("parallel.ep" in changes for changes in neighbours(load("configs/toy.yaml")))

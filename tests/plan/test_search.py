@@ -13,11 +13,14 @@ from threed.base.errors import ConfigError, InputError
 from threed.cli.main import app
 from threed.layout_search.bounds import Bounds
 from threed.layout_search.layout import KEYS, Layout, changes, config_of
+from threed.layout_search.merge import merged, runs
 from threed.layout_search.request import ask
 from threed.layout_search.search import show
 from threed.layout_search.short_plan import ShortPlans
 from threed.layout_search.space import NEEDLESS, NO_BATCH, NO_SHAPE, SLOWER
+from threed.planner.facts import make_table
 from threed.prediction.hardware import Hardware
+from threed.program.table import Table
 
 
 def test_traffic_that_more_microbatches_hide():
@@ -38,6 +41,34 @@ def test_bound():
         assert bounds.step_s(row.layout) + ends_s <= row.full_s
         ends_s += short.reduced_s(bounds.reductions(row.layout))
         assert short.free_step().step_s + ends_s <= row.full_s * 1.001, row
+
+
+@pytest.mark.parametrize("kinds, want", [
+    ("", []), ("abc", ["a", "b", "c"]), ("aaab", ["a a a", "b"]), ("xababab", ["x", "ab ab ab"]),
+    ("aabaabz", ["aab aab", "z"]), ("eddabcabcabch", ["e", "d d", "abc abc abc", "h"])])
+def test_runs(kinds, want):
+    assert [" ".join(kinds[at:at + size] for at in range(first, stop, size))
+            for first, stop, size in runs(kinds)] == want
+
+
+@pytest.mark.parametrize("chosen, units", [([], 1 + 3 + 1), (["model.moe_every=2"], 1 + 4 + 1),
+                                           (["model.first_dense=2"], 1 + 1 + 3 + 1)])
+def test_merged_experts(chosen, units):
+    """Without traffic over dp, blocks that are alike are one unit of each kind, which costs as much."""
+    table = make_table(threed.load("configs/toy-moe.yaml", ["parallel.pp=1", *chosen]), (0,))
+    few = merged(table, ends=False)
+    assert len(few.units) == units and len(merged(table).units) == len(table.units)
+    assert sums(few) == sums(table)
+    assert {made.trip.counts for unit in few.units for made in unit.makes if made.trip} == {
+        (), (("counts", 0), ("arriving", 0)), (("arriving", 1), ("counts", 1))}
+
+
+def sums(table: Table) -> tuple[int, ...]:
+    trips = [(made, made.trip) for unit in table.units for made in unit.makes if made.trip]
+    return (sum(unit.saved_bytes for unit in table.units), sum(len(unit.kernels) for unit in table.units),
+            sum(each.numel for each in table.parameters.values()),
+            sum(made.bytes for made, _ in trips), sum(trip.bytes for _, trip in trips),
+            sum(trip.times for _, trip in trips))
 
 
 # ---------------------------------------------------------------- what stays fixed

@@ -49,6 +49,16 @@ def test_init(model, devices, holds, tmp_path):
     assert max(map(len, lines)) <= 120 and not any(line != line.rstrip() for line in lines)
 
 
+@pytest.mark.parametrize("model, devices, ep", [
+    ("mixtral-8x7b", 64, 8), ("mixtral-8x22b", 4, 4), ("dots.llm1", 24, 8), ("mixtral-8x7b", 1, None),
+    ("llama3-8b", 64, None)])
+def test_init_of_experts(model, devices, ep):
+    """Ranks of one machine hold a block's experts together."""
+    values = init.choose(model, devices, 0, lambda values, limit: True, 10**11)
+    assert values.get("parallel.ep") == ep
+    assert ep is None or "# devices that together hold all experts" in init.text(values, "a", Path("a.yaml"))
+
+
 def test_init_asks(tmp_path):
     """What is not given is asked for, with a default; nothing is written where a file is."""
     path = tmp_path / "c.yaml"

@@ -6,10 +6,13 @@ import pytest
 
 import threed
 from tests.layouts import H100, QUIET, compared, full_s, short_s
+from threed.layout_search.bounds import Bounds
 from threed.layout_search.layout import Layout, config_of
 from threed.layout_search.short_plan import steady_count
 from threed.prediction.hardware import Hardware
+from threed.prediction.transient import Transient
 from threed.schedules.orders import SCHEDULES
+from threed.schema import Config
 
 
 @pytest.mark.parametrize("hardware", ["h100-sxm", "a100-sxm,adapter_gbps=25"])  # computation, and traffic
@@ -22,6 +25,48 @@ def test_short_against_full(name, layers, batch, most, hardware):
     rows = list(compared(base, Hardware.parse(hardware), 11, 50, most))
     errors = sorted(row.error for row in rows)
     assert errors[len(errors) // 2] < 0.001 and errors[-1] < 0.02, max(rows, key=lambda row: row.error)
+
+
+def with_experts(*overrides: str) -> Config:
+    """Blocks of Mixtral 8x7B."""
+    return threed.load("configs/llama3-8b.yaml", [
+        "model.name=mixtral-8x7b", "model.layers=10", "model.seq_len=4096", "train.global_batch_size=64",
+        *QUIET, *overrides])
+
+
+EXPERTS = {"all": [], "some": ["model.moe_every=2", "model.first_dense=1"],
+           "shared": ["model.shared_expert_ffn=4096", "model.experts=16", "model.balance=bias"]}
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_experts(name):
+    """Layouts with several values of ep, against the full plan: blocks of one or more groups of units are one
+    in the short plans. No bound is above the step."""
+    base = with_experts(*EXPERTS[name])
+    bounds, rows = Bounds(base, H100), list(compared(base, H100, 5, 25))
+    assert {1, 2, 4} <= {row.layout.ep for row in rows}
+    errors = sorted(row.error for row in rows)
+    assert errors[len(errors) // 2] < 0.001 and errors[-1] < 0.02, max(rows, key=lambda row: row.error)
+    for row in rows:
+        assert bounds.step_s(row.layout) + bounds.ends_s(row.layout) <= row.full_s * 1.000001, row
+
+
+def test_memory_of_experts():
+    """The filter knows what experts need while they compute."""
+    rows = list(compared(with_experts(), H100, 5, 6, transient=Transient()))
+    assert all(0.85 < row.fast_bytes / row.full_bytes < 1.2 for row in rows), [
+        (row.layout.text(), row.fast_bytes / row.full_bytes) for row in rows]
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "v-min", "interleaved"])
+def test_many_exchanges(name):
+    """Exchanges take time in each of many micro-batches."""
+    base = with_experts("train.global_batch_size=92")
+    layout = Layout(1, 3, 4, "dp-pp-tp", name, SCHEDULES[name].virtual or 2, shard_size=4, policy="full",
+                    ep=4)
+    assert steady_count(name, 3, 23) < 23
+    config = config_of(layout, base)
+    assert short_s(config, H100) == pytest.approx(full_s(config, H100), rel=0.005)
 
 
 @pytest.mark.parametrize("layout", [

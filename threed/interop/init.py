@@ -18,7 +18,7 @@ _PER_PARAMETER = 20  # tokens to train on: Hoffmann et al. 2022
 _SCALES = ((5e8, 2**19, 6e-4), (5e9, 2**20, 2e-4), (4e10, 2**21, 1.5e-4),
            (float("inf"), 2**21 * 3 // 2, 6e-5))
 _POSITIONS = (4, 2)  # of a pipeline
-_MOST_TP = 8  # devices that a fast link joins
+_JOINED = 8  # devices that a fast link joins
 
 
 def names() -> list[str]:
@@ -40,7 +40,7 @@ def settings(devices: int, model: ModelConfig, pp: int | None = None) -> Iterato
     if devices == 1:
         return
     yield {**all_sharded, **full}
-    tp = next((tp for tp in (_MOST_TP, 4, 2) if devices % tp == 0 and model.heads % tp == 0
+    tp = next((tp for tp in (_JOINED, 4, 2) if devices % tp == 0 and model.heads % tp == 0
                and model.num_kv_heads % tp == 0), 1)
     if tp > 1:
         joined = {**full, "parallel.tp": tp, "parallel.sequence_parallel": True}
@@ -62,12 +62,14 @@ def choose(name: str, devices: int, limit_bytes: int, fits: Callable[[dict[str, 
         raise InputError(f"--pp {pp}: must divide --devices {devices}, and be at most the {model.layers} "
                          f"layers of {name}")
     for setting in settings(devices, model, pp):
-        dp = devices // setting.get("parallel.tp", 1) // setting.get("parallel.pp", 1)
+        tp = setting.get("parallel.tp", 1)
+        dp = devices // tp // setting.get("parallel.pp", 1)
+        ep = _together(model, dp * tp)
         batch = dp * max(1, round((tokens_a_step if fast else 2048) / model.seq_len / dp))
         steps = max(1, round(_PER_PARAMETER * num_parameters / batch / model.seq_len)) if fast else 100
         values: dict[str, Any] = {
             **({"model.name": name} if fast else {f"model.{key}": getattr(model, key) for key in _TOYS}),
-            "parallel.dp": dp, "zero.stage": 1, **setting,
+            "parallel.dp": dp, **({"parallel.ep": ep} if ep > 1 else {}), "zero.stage": 1, **setting,
             "precision.dtype": "bf16" if fast else "fp32", "optimizer.lr": lr if fast else 3e-3,
             "optimizer.warmup_steps": min(2000, steps // 20), "optimizer.min_lr": (lr if fast else 3e-3) / 10,
             "train.steps": steps, "train.global_batch_size": batch, "train.micro_batch_size": 1,
@@ -78,6 +80,13 @@ def choose(name: str, devices: int, limit_bytes: int, fits: Callable[[dict[str, 
     raise InputError(f"--model {name} does not fit on {many(devices, 'device')} of {show_bytes(limit_bytes)} "
                      "by the settings that threed init tries: give more --devices, or more --memory and then "
                      "look at threed check CONFIG --advise (offload, pipelines)")
+
+
+def _together(model: ModelConfig, ranks: int) -> int:
+    """Ranks of a position that hold the experts of a block together: as many as divide both, on one machine.
+    """
+    experts = getattr(model, "experts", 1)
+    return next(ep for ep in range(_JOINED, 0, -1) if ranks % ep == experts % ep == 0)
 
 
 def model_of(name: str) -> ModelConfig:
@@ -102,6 +111,7 @@ _WORDS = {
     "parallel.dp": "replicas; auto: what the number of devices leaves",
     "parallel.tp": "devices that share each layer: on one machine",
     "parallel.sequence_parallel": "what tp does not cut is cut by sequence",
+    "parallel.ep": "devices that together hold all experts of a block: on one machine",
     "zero.stage": "0: replicate all; shard over dp 1: optimizer state, 2: + gradients, 3: + parameters",
     "activation.policy": "computed again in backward; none is faster, and selective in between",
     "precision.dtype": "fp32 | bf16 | fp16",

@@ -1,7 +1,8 @@
 """Bounds: a step that none is shorter than, without a plan.
 
-Prices of compute units are summed, as the plan has them. Nothing communicates between positions; over dp goes
-what each micro-batch sends, and what a step's start and end wait for. No step is shorter.
+Prices of compute units are summed, as the plan has them, with the exchanges for which they wait. Nothing
+communicates between positions; over dp goes what each micro-batch sends, and what a step's start and end wait
+for. No step is shorter.
 """
 
 from __future__ import annotations
@@ -58,8 +59,9 @@ class Bounds:
         axes = layout.axis_order.split("-")
         inner = axes[axes.index("tp") + 1:] if layout.tp > 1 else ()
         stride = math.prod(getattr(layout, axis) for axis in inner)
+        apart = layout.pp if layout.axis_order == "dp-pp-tp" and layout.ep > layout.tp else 1
         return MicroBatchCut(layout.tp, stride, layout.sequence_parallel, layout.micro_batch_size,
-                             layout.policy, layout.every, layout.tile_linears, layout.ep)
+                             layout.policy, layout.every, layout.tile_linears, layout.ep, apart)
 
     def step_s(self, layout: Layout) -> float:
         """No step is shorter: all micro-batches of the busiest position; or, without messages, the last
@@ -120,7 +122,8 @@ class Bounds:
             steps[position] += sum(kinds[kind].step for kind in model.same[first:stop])
         stop = stages[0][1][1]
         gathered = [kinds[kind].gather for kind in model.same[:stop]]
-        computed = sum(unit.forward_s for unit in model.of(self.cut(layout))[:stop - 1])
+        computed = sum(unit.forward_s + unit.forward_wait_s
+                       for unit in model.of(self.cut(layout))[:stop - 1])
         return max(gathered[0], sum(gathered) - computed) + max(steps)
 
     def reductions(self, layout: Layout) -> list[tuple[float, float]]:
@@ -173,7 +176,8 @@ class Bounds:
             halves = splits(layout.schedule)
             for stage, (first, stop) in enumerate(split):
                 forward, backward, weight, again = (sum(column) for column in zip(*[
-                    (*unit[:3], unit.forward_s * unit.again) for unit in units[first:stop]], strict=True))
+                    (unit.forward_s + unit.forward_wait_s, unit.backward_s + unit.backward_wait_s,
+                     unit.weight_s, unit.forward_s * unit.again) for unit in units[first:stop]], strict=True))
                 busy[place[stage]] += forward + backward + again
                 last += weight * halves * (place[stage] == p - 1)
                 before += (forward + (backward - weight * halves)) * (stage < p - 1)

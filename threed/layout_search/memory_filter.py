@@ -164,10 +164,10 @@ class MemoryFilter:
         halves = any(map(any, (row.operands for row in kept)))
         logits = max(max(unit.logits_bytes, halves * bool(unit.logits_bytes) * unit.operand_bytes)
                      for unit in units)
-        beside = [unit.operand_bytes // 3 for unit in units if not unit.logits_bytes]
+        beside = [unit.temporary_bytes for unit in units if not unit.logits_bytes]
         # Its saved tensors are gone when other units of its micro-batch are computed again.
         gone = sum(unit.saved_bytes for unit in units if unit.logits_bytes and not unit.again)
-        again = max((unit.saved_bytes + unit.operand_bytes // 3 - gone * (not unit.logits_bytes)
+        again = max((unit.saved_bytes + unit.temporary_bytes - gone * (not unit.logits_bytes)
                      for unit in units if unit.again), default=0)
         return peak + max(logits, again, max(beside, default=0)) + 3 * model.act_bytes[cut]
 

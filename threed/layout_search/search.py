@@ -101,15 +101,15 @@ def _row(asked: Question, machine: Hardware, each: Timed, measured: dict[str, An
     parts = plans.parts()
     step_s, ranks = measured["step_s"], layout.tp * layout.pp * layout.dp
     peak = machine.peak(BYTES[base.precision.dtype])
-    waits = parts.bubble * parts.step_s - parts.dp_s - parts.offload_s
+    waits = parts.bubble * parts.step_s - parts.dp_s - parts.ep_s - parts.offload_s
     lost = {"bubble": max(0.0, waits), "recomputation": parts.again_s, "collectives over tp": parts.tp_s,
-            "traffic over dp": parts.dp_s, "offload": parts.offload_s}
+            "traffic over dp": parts.dp_s, "exchanges": parts.ep_s, "offload": parts.offload_s}
     most = max(lost, key=lambda name: lost[name])
     return {"layout": layout.text(), "step_s": step_s, "fast_s": parts.step_s,
             "tokens_per_s": base.tokens_per_step / step_s,
             "mfu": model_flops(base.model, base.train.global_batch_size) / step_s / ranks / peak,
             "peak_bytes": measured["peak_bytes"], "bubble": parts.bubble,
-            "exposed_s": parts.tp_s + parts.dp_s, "lost_s": lost,
+            "exposed_s": parts.tp_s + parts.dp_s + parts.ep_s, "lost_s": lost,
             "bottleneck": most if lost[most] > 0.03 * step_s else "computation",
             "helps": helps(base, machine, layout, plans), "changes": asked.values_of(layout)}
 

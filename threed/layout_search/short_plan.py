@@ -7,37 +7,32 @@ The plans are made by the planner's own passes, and priced and walked as by `thr
 * Micro-batches: a schedule is periodic. After it is filled, p more micro-batches take as long as the p
   before; or 2p, where positions wait for messages in turn. A short plan has a steady state, and as many
   micro-batches modulo p as the real one.
-* Units: pairs of units of a stage that are alike become one that costs as much. The first and the last stay
-  alone: what the step's start and end wait for is as large as in the real plan. With traffic over dp in every
-  micro-batch all do.
+* Units: those of a stage that are alike become one that costs as much (`merge`).
 """
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import groupby
 from typing import NamedTuple
 
 from threed.base.mesh import GROUPS
-from threed.layout_search.layout import sends_often
+from threed.layout_search.layout import copied, sends_often
+from threed.layout_search.merge import merged
 from threed.planner.auto import check_limit, make_pipeline, marked_table
 from threed.planner.passes import run_passes
 from threed.prediction.analytic import cost
 from threed.prediction.contention import PredictedStep, step
 from threed.prediction.hardware import Hardware
 from threed.program.analysis import Analysis
-from threed.program.entries import ComputeUnit, ParameterUnit, Trip
-from threed.program.instruction import COLLECTIVES, COMPUTE, Instruction, Op
+from threed.program.instruction import COMPUTE, Instruction, Op
 from threed.program.plan import Plan
 from threed.program.table import Table
 from threed.program.walk import Cost, Walk
 from threed.schedules.orders import SCHEDULES
 from threed.schema import Config, OffloadConfig, ZeroConfig
-from threed.spec.kernels import Kernel, Moved
 
 FORWARDS_FIRST = ("gpipe", "breadth-first")  # orders with the forwards of all micro-batches before backwards
 _STEADY = 0.99  # of the pace: a steady state is not faster
@@ -58,7 +53,7 @@ def filling_count(name: str, p: int, m: int) -> int:
 def short_plan(config: Config, microbatches: int, ends: bool = True) -> Analysis:
     """The unchecked plan of so many micro-batches of a config. `ends`: as in `merged`. InputError where it
     keeps more than the config allows."""
-    config = copy.deepcopy(config)
+    config = copied(config)
     train = config.train
     train.global_batch_size = microbatches * train.micro_batch_size * config.dp
     train.eval_every = train.sample_every = config.checkpoint.every = config.run.verify_every = 0
@@ -66,83 +61,6 @@ def short_plan(config: Config, microbatches: int, ends: bool = True) -> Analysis
     analysis = Analysis(run_passes(config, pipeline, merged(marked_table(config, pipeline), ends)))
     check_limit(config, pipeline, analysis)
     return analysis
-
-
-def merged(table: Table, ends: bool = True) -> Table:
-    """A table with fewer units, which cost the same. `ends`: whether the first and the last of a run of
-    units that are alike stay alone, and pairs of the others become one; else all of them do."""
-    if table.activation.offload or table.activation.partition or (ends and _often(table)):
-        return table  # what is kept moves unit by unit; or the size of each unit counts
-    kinds = [_kind(table, index) for index in range(len(table.units))]
-    runs = [[*run] for _, run in groupby(range(len(table.units)), key=kinds.__getitem__)]
-    units = [chunk for run in runs for chunk in (_pairs(run) if ends else _whole(table, run))]
-    # Parameter units that become one have the number of the first of them; numbers keep their order.
-    same = {rows[0]: rows for chunk in units
-            for rows in zip(*(table.units[unit].parameters for unit in chunk), strict=True)}
-    unit_of, number = ({first: at for at, first in enumerate(firsts)}
-                       for firsts in ((chunk[0] for chunk in units), sorted(same)))
-    return replace(table, units=tuple(_sum_of(table, chunk, number, unit_of) for chunk in units),
-                   parameters={number[first]: _all_of(table, same[first]) for first in sorted(same)})
-
-
-def _often(table: Table) -> bool:
-    """Whether there is traffic over dp in every micro-batch."""
-    zero = table.zero
-    return (zero.stage == 3 and zero.residency != "step") or (
-        zero.stage >= 2 and zero.reduce_every < table.num_microbatches)
-
-
-def _pairs(run: list[int]) -> list[list[int]]:
-    """The first, pairs of those between, and the last."""
-    if len(run) < 4:
-        return [[unit] for unit in run]
-    middle = run[1:-1]
-    return [run[:1], *(middle[at:at + 2] for at in range(0, len(middle), 2)), run[-1:]]
-
-
-def _whole(table: Table, run: list[int]) -> list[list[int]]:
-    """All. But where they are computed again, the last one is before its gradient comes, the others after."""
-    return [run[:-1], run[-1:]] if table.units[run[0]].recompute and len(run) > 1 else [run]
-
-
-def _kind(table: Table, index: int) -> object:
-    """Equal for units that may become one."""
-    unit = table.units[index]
-    held = [table.parameters[p] for p in unit.parameters]
-    if unit.makes or unit.reads or unit.loss or index == 0 or any(len(each.positions) > 1 for each in held):
-        return index
-    return (unit.stage, _unnamed(unit.kernels), unit.saved_bytes, unit.operand_bytes,
-            repr((unit.traffic, unit.rings)), unit.recompute, unit.adds, unit.output, _unnamed(unit.again),
-            tuple(replace(each, name="", padding=0) for each in held))
-
-
-def _unnamed(kernels: tuple[Kernel, ...]) -> tuple[Kernel, ...]:
-    return tuple([kernel._replace(what="") if isinstance(kernel, Moved) else kernel for kernel in kernels])
-
-
-def _all_of(table: Table, same: Sequence[int]) -> ParameterUnit:
-    first, count = table.parameters[same[0]], len(same)
-    return replace(first, numel=count * first.numel, padding=count * first.padding, reductions=tuple(
-        step._replace(numel=count * step.numel) for step in first.reductions)) if count > 1 else first
-
-
-def _sum_of(table: Table, chunk: Sequence[int], number: dict[int, int],
-            unit_of: dict[int, int]) -> ComputeUnit:
-    first, count = table.units[chunk[0]], len(chunk)
-    traffic, rings = ({phase: {axis: count * each for axis, each in sent.items()}
-                       for phase, sent in of.items()} for of in (first.traffic, first.rings))
-
-    def counts(trip: Trip) -> Trip:
-        return trip._replace(counts=tuple((name, unit_of[chunk[0]] - unit_of[chunk[0] - before])
-                                          for name, before in trip.counts))
-
-    makes = tuple(each if each.trip is None else each._replace(trip=counts(each.trip))
-                  for each in first.makes)
-    return replace(first, makes=makes, parameters=tuple(number[p] for p in first.parameters), traffic=traffic,
-                   rings=rings,
-                   kernels=count * _unnamed(first.kernels), again=count * _unnamed(first.again),
-                   saved_bytes=count * first.saved_bytes, operand_bytes=count * first.operand_bytes,
-                   reads=tuple(read._replace(unit=unit_of[read.unit]) for read in first.reads))
 
 
 class FreeStep(NamedTuple):
@@ -161,6 +79,7 @@ class StepParts(NamedTuple):
     again_s: float  # of the busiest position: computed again
     tp_s: float  # of that position: collectives over tp
     dp_s: float  # how much shorter the step were if gathers and reductions were free
+    ep_s: float  # if exchanges between units were
     offload_s: float  # if moves to other tiers and steps there were
     bubble: float  # share of the step in which a position neither computes nor steps, on average
 
@@ -308,12 +227,13 @@ class ShortPlans:
         busy = sum(rows) + sum(steps) * (offload.optimizer == "none")
         return StepParts(step_s, spent((Op.RECOMPUTE,), self.hardware)[most],
                          rows[most] - spent(COMPUTE, fast)[most] if parallel.tp > 1 else 0.0,
-                         longer(COLLECTIVES) if self.config.dp > 1 else 0.0,
+                         longer(_OVER_DP) if self.config.dp > 1 else 0.0, longer((Op.EXCHANGE,)),
                          longer((Op.OFFLOAD, Op.FETCH)) if offload != OffloadConfig() else 0.0,
                          max(0.0, 1 - busy / self.p / step_s))
 
 
-_FREE = (*COLLECTIVES, Op.OFFLOAD, Op.FETCH, Op.CLIP, Op.STEP)
+_OVER_DP = (Op.GATHER, Op.REDUCE)  # of parameters and their gradients
+_FREE = (*_OVER_DP, Op.OFFLOAD, Op.FETCH, Op.CLIP, Op.STEP)
 _KEPT = ("kept", "kpart")  # inputs that are kept for RECOMPUTE: with it their moves are free
 
 
@@ -323,13 +243,19 @@ def _walked(made: Analysis, hardware: Hardware, free: Collection[Op],
     price = cost(made.plan if change is None else replace(made.plan, table=change(made.table)), hardware)
 
     def seconds(position: int, item: Instruction) -> float:
-        # Parts of messages, and what travels over tp, are no traffic over dp.
-        if item.of_slot and item.kind not in _KEPT and (
-                not item.group or GROUPS[item.group].lane == "compute"):
-            return price(position, item)
-        return 0.0 if (Op.RECOMPUTE if item.kind in _KEPT else item.op) in free else price(position, item)
+        return 0.0 if _counts_as(item) in free else price(position, item)
 
     return step(made, seconds, hardware)
+
+
+def _counts_as(item: Instruction) -> Op | None:
+    """The op with which an instruction is free. None for parts of messages, and for what travels over tp."""
+    if item.kind in _KEPT:
+        return Op.RECOMPUTE
+    if not item.of_slot:
+        return item.op
+    # What units hand on travels in every micro-batch, and computation waits for it, by whatever op.
+    return Op.EXCHANGE if item.group and GROUPS[item.group].lane != "compute" else None
 
 
 def _last_backwards(made: Analysis, walk: Walk) -> Iterator[list[tuple[float, float, int]]]:

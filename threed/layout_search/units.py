@@ -5,20 +5,24 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
 from threed.base.errors import InputError
+from threed.base.mesh import FOLDS
 from threed.base.quantity import BYTES
 from threed.config.stages import stage_runs
 from threed.features.activation.plan import mark, worthwhile
+from threed.layout_search.layout import copied
 from threed.models.tiling import cut_layers
 from threed.planner.facts import make_table, stage_sizes, unit_costs
 from threed.prediction.analytic import cost
 from threed.prediction.hardware import Hardware
+from threed.program.entries import ComputeUnit, gradient_kind
+from threed.program.handed import back
 from threed.program.instruction import Instruction, Op, Slot
 from threed.program.plan import Plan
 from threed.program.table import Table
+from threed.program.walk import Cost
 from threed.schema import ActivationConfig, Config, OffloadConfig, ZeroConfig
 
 T = TypeVar("T")
@@ -36,6 +40,10 @@ class UnitCost(NamedTuple):
     again: bool  # whether it is computed again in backward
     handed_bytes: int
     logits_bytes: int  # of the kernels that make its loss, which need temporaries of this size
+    temporary_bytes: int = 0  # of its kernels, about
+    # For how long nothing is computed behind its forward, and before its backward: what it hands on travels.
+    forward_wait_s: float = 0.0
+    backward_wait_s: float = 0.0
 
 
 class MicroBatchCut(NamedTuple):
@@ -49,6 +57,7 @@ class MicroBatchCut(NamedTuple):
     every: int
     tiles: str | None = None  # most bytes of a tile
     ep: int = 1
+    apart: int = 1  # pipeline positions between neighbours of a run of ep, if it is longer than tp
 
 
 class Units:
@@ -63,24 +72,32 @@ class Units:
         self._priced: dict[MicroBatchCut, list[UnitCost]] = {}
         self._splits: dict[int, tuple[tuple[int, int], ...] | None] = {}
         self.act_bytes: dict[MicroBatchCut, int] = {}
+        self._tiles: dict[int, tuple[str, ...]] = {}
+        self._largest: dict[int, int] = {}
 
     def tiles(self, tp: int) -> tuple[str, ...]:
         """Limits for tiles of the largest unit, a few and more of them, that the model can have."""
-        if self.config.model.own_layers:
-            return ()
+        if tp not in self._tiles:
+            self._tiles[tp] = () if self.config.model.own_layers else self._limits(tp)
+        return self._tiles[tp]
+
+    def _limits(self, tp: int) -> tuple[str, ...]:
         element = BYTES[self.config.precision.dtype]
         size = self.largest(tp) * element
         limits = [f"{1 << (size // parts).bit_length() - 21}MiB" for parts in (2, 8) if size // parts >> 20]
-        config = copy.deepcopy(self.reduced)
+        config = copied(self.reduced)
         config.parallel.tp = tp
         return tuple(limit for limit in limits if _can_cut(config, limit))
 
     def largest(self, tp: int) -> int:
         """Elements of the largest parameter unit on a rank, of those that tiles can cut."""
-        config = copy.deepcopy(self.reduced)
-        config.parallel.tp = tp
-        parameters = make_table(config, (0,)).parameters
-        return max(part.numel for unit, part in parameters.items() if part.name != "tied embedding")
+        if tp not in self._largest:
+            config = copied(self.reduced)
+            config.parallel.tp = tp
+            parameters = make_table(config, (0,)).parameters
+            self._largest[tp] = max(part.numel for part in parameters.values()
+                                    if part.name != "tied embedding")
+        return self._largest[tp]
 
     def split(self, stages: int) -> tuple[tuple[int, int], ...] | None:
         """(first unit, one past the last) of each stage; None where the units cannot fill so many."""
@@ -102,14 +119,14 @@ class Units:
 
     def table(self, config: Config) -> Table:
         """The table of a model with few blocks, under the layout of `config`, on one position."""
-        few = copy.deepcopy(config)
+        few = copied(config)
         few.model, few.parallel.pp, few.parallel.stage_units = copy.copy(self.reduced.model), 1, None
         few.model.tile_linears = config.model.tile_linears
         few.offload.ratio = 1.0
         return make_table(few, (0,))
 
     def _price(self, cut: MicroBatchCut) -> list[UnitCost]:
-        config = copy.deepcopy(self.reduced)
+        config = copied(self.reduced)
         parallel = config.parallel
         parallel.tp, parallel.axis_order = cut.tp, "pp-dp-tp" if cut.stride == 1 else "pp-tp-dp"
         parallel.dp, parallel.ep = cut.stride * self.full.dp * cut.ep, cut.ep  # so that ep divides dp x tp
@@ -121,6 +138,10 @@ class Units:
         table = make_table(config, (0,))
         if cut.policy == "full":
             table = mark(table, worthwhile(table))
+        if cut.apart > 1:
+            config = copied(config)
+            parallel = config.parallel
+            parallel.pp, parallel.axis_order = cut.apart, "dp-pp-tp"
         price = cost(Plan(table, {}, config), self.hardware)
         self.act_bytes[cut] = table.act_bytes
 
@@ -128,21 +149,52 @@ class Units:
             each = table.units[index]
             forward_s, backward_s, weight_s = (price(0, Instruction(op, index, 0)) for op in
                                                (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_WEIGHT))
-            logits = each.saved_bytes - each.operand_bytes if each.loss else 0
+            logits = each.saved_bytes - each.operand_bytes if index == table.last else 0
             return UnitCost(forward_s, backward_s, weight_s, each.saved_bytes,
                             table.size(Slot("kept", index)), each.operand_bytes, each.recompute,
-                            sum(handed.bytes for handed in each.makes), logits)
+                            sum(handed.bytes for handed in each.makes), logits, _temporary_bytes(each))
 
-        few = [unit(index) for index in range(len(table.units))]
+        few = _with_waits(table, [unit(index) for index in range(len(table.units))], price)
         units = [few[kind] for kind in self.same]
         if cut.every > 1:
             units = [each._replace(again=each.again and u % cut.every == 0) for u, each in enumerate(units)]
         return units
 
 
+def _temporary_bytes(unit: ComputeUnit) -> int:
+    """About what the kernels of a unit need: a third of its operands. The rows that came to experts are
+    computed in fp32, gradients beside them: ten times what is saved, as torch measures it."""
+    experts = any(read.came for read in unit.reads) and unit.operand_bytes > 0
+    return 10 * unit.saved_bytes if experts else unit.operand_bytes // 3
+
+
+def _with_waits(table: Table, units: list[UnitCost], price: Cost) -> list[UnitCost]:
+    """Units, with the least that exchanges hold them up. An exchange stands directly behind what makes its
+    tensor, and what reads that is in the same stage: only what lies between the two, and what is computed
+    again for the first one's backward, can run meanwhile."""
+    result = [*units]
+    for u, unit in enumerate(table.units):
+        trips = [(made, made.trip) for made in unit.makes if made.trip and made.trip.over in FOLDS]
+        if not trips:
+            continue
+        forth_s = sum(price(0, Instruction(Op(trip.by), u, 0, made.name, group=trip.over))
+                      for made, trip in trips)
+        back_s = sum(price(0, Instruction(back(trip.by), u, 0, gradient_kind(trip.becomes), group=trip.over))
+                     for made, trip in trips if made.grad)
+        come = {trip.becomes for _, trip in trips}
+        reader = next(at for at, other in enumerate(table.units)
+                      if any(read.unit == u and read.name in come for read in other.reads))
+        between = units[u + 1:reader]
+        forth_s -= sum(other.forward_s for other in between)
+        back_s -= units[u].forward_s * units[u].again + sum(
+            other.backward_s + other.forward_s * other.again for other in between)
+        result[u] = units[u]._replace(forward_wait_s=max(0.0, forth_s), backward_wait_s=max(0.0, back_s))
+    return result
+
+
 def _alone(config: Config) -> Config:
     """The config on one rank, or on as few as its folds divide."""
-    alone = copy.deepcopy(config)
+    alone = copied(config)
     alone.parallel.dp, alone.parallel.pp, alone.parallel.tp = math.prod(config.fold_sizes.values()), 1, 1
     alone.parallel.sequence_parallel, alone.parallel.axis_order = False, "pp-dp-tp"
     alone.parallel.schedule, alone.parallel.stage_units = "1f1b", None
@@ -153,27 +205,27 @@ def _alone(config: Config) -> Config:
 
 
 def _reduced(full: Config) -> tuple[Config, list[int]]:
-    """A config with few blocks, and for each unit of the full model the unit of it that is the same. Where
-    the blocks differ, the full model."""
-    costs = [sum(parts) for parts in unit_costs(full)]
-    whole = full, list(range(len(costs)))
-    if full.model.own_layers:
-        return whole
-    few = copy.deepcopy(full)
-    few.model.layers = 1
-    ours = [sum(parts) for parts in unit_costs(few)]
-    shapes: Callable[[object], object] = lambda layer: (  # noqa: E731
-        type(layer), layer.tile,  # pyright: ignore
-        [(p.shape, p.cuts) for p in layer.own_parameters()])  # pyright: ignore
-    head, block, tail = ([shapes(tile) for layer in layers for tile in layer]
-                         for layers in _ends_apart(cut_layers(few)))
-    first, blocks, last = ([shapes(tile) for layer in layers for tile in layer]
-                           for layers in _ends_apart(cut_layers(full)))
-    count, begin, end = full.model.layers, len(head), len(head) + len(block)
-    same = [*range(begin), *[*range(begin, end)] * count, *range(end, len(ours))]
-    alike = (full.parallel.layers_per_unit == 1 and (first, blocks, last) == (head, block * count, tail)
-             and costs == [ours[unit] for unit in same])
-    return (few, same) if alike else whole
+    """A config with few blocks, among them one of each kind, and for each unit of the full model the unit of
+    it that is the same. Where more than half of the blocks would be needed, the full model."""
+    kinds = _kinds(full)
+    if not full.model.own_layers and full.parallel.layers_per_unit == 1:
+        few = copied(full)
+        for few.model.layers in range(1, full.model.layers // 2 + 1):
+            ours = _kinds(few)
+            at = {kind: unit for unit, kind in reversed([*enumerate(ours)])}
+            if at.keys() == {*kinds}:
+                return few, [at[kind] for kind in kinds]
+    return full, list(range(len(kinds)))
+
+
+def _kinds(config: Config) -> list[object]:
+    """Of each unit: equal for units that are alike."""
+    costs, parts = unit_costs(config), _ends_apart(cut_layers(config))
+    layers = [(end, layer) for end, rows in enumerate(parts) for row in rows for layer in row]
+    if len(layers) != len(costs):  # layers_per_unit
+        return [*range(len(costs))]
+    return [(end, type(layer), layer.tile, tuple([(p.shape, p.cuts) for p in layer.own_parameters()]),
+             sum(cost)) for (end, layer), cost in zip(layers, costs, strict=True)]
 
 
 def _can_cut(config: Config, tiles: str) -> bool:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from threed.base.errors import ThreedError
+from threed.base.mesh import FOLDS
 from threed.base.quantity import show_bytes, show_seconds
 from threed.base.texttable import render, wrapped
 from threed.config.validate import validate
+from threed.models.tiling import folds_of
 from threed.planner import analyse, make_pipeline
 from threed.prediction.analytic import cost as analytic_cost
 from threed.prediction.contention import step
@@ -46,6 +49,9 @@ def neighbours(config: Config) -> Iterator[Changes]:
         yield {"zero.stage": 3, "offload.optimizer": tier, "offload.parameters": tier}
         yield {"zero.stage": 3, "offload.optimizer": tier, "offload.parameters": tier,
                "activation.policy": "full"}
+    for axis in () if config.model.own_layers else folds_of(config):
+        ranks = math.prod(config.axis_sizes[each] for each in FOLDS[axis].axes)
+        yield from ({f"parallel.{axis}": size} for size in range(1, ranks + 1) if ranks % size == 0)
     if config.precision.dtype != "fp32":
         yield {"precision.grad_dtype": config.precision.dtype}
         yield {"precision.reduce_dtype": config.precision.dtype}

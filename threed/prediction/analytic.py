@@ -18,7 +18,7 @@ from threed.program.entries import ComputeUnit
 from threed.program.instruction import COMPUTE, PARTS, PHASES, Instruction, Op, Tier
 from threed.program.plan import Plan
 from threed.program.simulate import Costs, cost_of
-from threed.program.traffic import moved_by, sent_by
+from threed.program.traffic import moved_by, sent_by, times_of
 from threed.program.walk import Cost
 from threed.spec.kernels import FROZEN, Product
 
@@ -174,7 +174,7 @@ class _Travel:
         if not sent:
             return 0.0
         way = self.travel.exchange if instruction.op == Op.EXCHANGE else self.travel.ring
-        return way(sent, self.places[instruction.group])
+        return way(sent, self.places[instruction.group], times_of(self.table, instruction))
 
 
 def _places(plan: Plan, hardware: Hardware) -> dict[str, GroupPlace]:

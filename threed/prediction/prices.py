@@ -160,8 +160,8 @@ class Travel:
         hops = 2 * (each * self._inside_s + math.ceil(math.log2(nodes)) * self._outside_s)
         return min(flat, max(inside, outside) + calls * hops)
 
-    def exchange(self, sent: int, place: GroupPlace) -> float:
-        """Of an all-to-all in which a rank sends so many bytes, equally many to each: those for its own node
+    def exchange(self, sent: int, place: GroupPlace, calls: int = 1) -> float:
+        """Of all-to-alls in which a rank sends so many bytes, equally many to each: those for its own node
         and those for others at the same time."""
         if place.ranks == 1 or not sent:
             return 0.0
@@ -170,7 +170,7 @@ class Travel:
         if place.nodes > 1:
             # `_outside_speed` is of all ranks of the group on a node
             seconds = max(seconds, (sent - inside) * place.together / self._outside_speed(place))
-        return seconds + (self._outside_s if place.nodes > 1 else self._inside_s)
+        return seconds + calls * (self._outside_s if place.nodes > 1 else self._inside_s)
 
     def message(self, size: int, far: bool) -> float:
         """Of a message to a device of another node, or of the same."""

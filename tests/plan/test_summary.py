@@ -23,7 +23,8 @@ def test_numbers_are_of_the_same_steps():
         return {"perf/step_s": step_s, "perf/tokens_per_s": 600.0 / step_s, "memory/peak_bytes": 2.0**20,
                 "pipeline/bubble_measured": 0.5 if step_s == 3.0 else 0.1, "pipeline/bubble_predicted": 0.1}
 
-    meter = SimpleNamespace(metrics=metrics, stragglers=SimpleNamespace(warnings=[]))
+    meter = SimpleNamespace(metrics=metrics, stragglers=SimpleNamespace(warnings=[]),
+                            spread=SimpleNamespace(warnings=[]))
     checkpoints = SimpleNamespace(metrics=dict, newest="runs/x/checkpoints/step-00000012")
     trainer: Any = SimpleNamespace(log=log, meter=meter, checkpoints=checkpoints, step_number=12, begun=True,
                                    deadline=None,

@@ -128,10 +128,11 @@ def _interval(value: Any, _: Given) -> dict[str, Any]:
     return {"model.moe_every": value, "model.first_dense": value - 1}
 
 
-def _capacity(_: Any, given: Given) -> Any:
+def _of_a_rank(_: Any, given: Given) -> Any:
     if given.get("disable_moe_token_dropping"):
         raise Dropped("no token is dropped")
-    raise Refused("threed drops no token: every row is computed, as with --disable-moe-token-dropping")
+    raise Refused("DeepSpeed drops tokens of a rank's micro-batch; threed drops those of least weight in a "
+                  "sequence (model.moe_capacity), or none, as with --disable-moe-token-dropping")
 
 
 def _of_micro_batches(value: Any, _: Given) -> Any:
@@ -148,6 +149,7 @@ def _second(_: Any, given: Given) -> Any:
                   "--disable-moe-top2-2nd-expert-sampling")
 
 
+_CAPACITY = "threed's capacity is of each sequence (model.moe_capacity)"
 OF_DEEPSPEED = (
     Key("moe_expert_parallel_size", "parallel.ep", with_experts(), _ONE),
     Key("enable_expert_tensor_parallelism", NOTHING + "threed does not cut an expert over tp"),
@@ -156,9 +158,9 @@ OF_DEEPSPEED = (
         with_experts(_interval)),
     Key("mlp_type", NOTHING + "threed has no residual experts", _refused("threed has no residual experts"),
         ("standard",)),
-    Key("moe_train_capacity_factor", NOTHING + "threed drops no token", with_experts(_capacity)),
-    Key("moe_eval_capacity_factor", NOTHING + "threed drops no token", with_experts(_capacity)),
-    Key("moe_min_capacity", NOTHING + "threed drops no token", with_experts(_capacity)),
+    Key("moe_train_capacity_factor", NOTHING + _CAPACITY, with_experts(_of_a_rank)),
+    Key("moe_eval_capacity_factor", NOTHING + _CAPACITY, with_experts(_of_a_rank)),
+    Key("moe_min_capacity", NOTHING + _CAPACITY, with_experts(_of_a_rank)),
     Key("disable_moe_token_dropping", NO_KEY + "no token is dropped"),
     Key("moe_loss_coeff", NOTHING + "threed's auxiliary loss is of each sequence (model.balance=sequence)",
         with_experts(_of_micro_batches)),

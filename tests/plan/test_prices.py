@@ -224,3 +224,13 @@ def test_advise_experts():
     assert rows.keys() == {"parallel.ep=1", "parallel.ep=4"}
     assert rows["parallel.ep=4"]["fixed_bytes"] < rows["parallel.ep=1"]["fixed_bytes"]
     assert not any("parallel.ep" in changes for changes in neighbours(load("configs/toy.yaml")))
+
+
+def test_imbalance():
+    """With half of a step in experts, twice the rows take longer, and at most twice as long."""
+    moe = load(None, ["model.family=moe", "parallel.dp=4", "parallel.ep=4", "train.global_batch_size=8"])
+    even, uneven = (predict(moe, "h100-sxm", imbalance=times)["step_time"] for times in (1, 2))
+    assert even < uneven < 2 * even
+    for config, times, message in ((moe, 0.5, "at least 1"), (load(None, []), 2, "no experts")):
+        with pytest.raises(InputError, match=message):
+            predict(config, imbalance=times)

@@ -136,8 +136,8 @@ def check(config: of.ConfigPath, overrides: of.Overrides = None, devices: of.Dev
 @app.command(short_help="predict step time, bubble, memory and bytes")
 def predict(context: typer.Context, config: of.BareConfigPath = None, overrides: of.Overrides = None,
             devices: of.Devices = None, costs: of.Costs = None, hardware: of.Hardware = "",
-            tokens: of.Tokens = None, schedule: of.Schedule = None, pp: of.Positions = 4,
-            micro_batches: of.MicroBatches = 8, times: of.Times = "f=1,b=1,w=1,comm=0",
+            tokens: of.Tokens = None, imbalance: of.Imbalance = 1.0, schedule: of.Schedule = None,
+            pp: of.Positions = 4, micro_batches: of.MicroBatches = 8, times: of.Times = "f=1,b=1,w=1,comm=0",
             virtual_stages: of.VirtualStages = None, activation_limit: of.ActivationLimit = None,
             seconds: of.Seconds = None, as_json: of.Json = False) -> None:
     """Predict a step: time, bubble, memory and bytes of each pipeline position, by walking the plan with a
@@ -154,7 +154,7 @@ def predict(context: typer.Context, config: of.BareConfigPath = None, overrides:
         exclude(context, "CONFIG", "schedule", "pp", "micro_batches", "times", "virtual_stages",
                  "activation_limit", "seconds")
         loaded = configs.for_devices(config, overrides, devices, "predict")
-        values = api.predict(loaded, hardware, costs, tokens)
+        values = api.predict(loaded, hardware, costs, tokens, imbalance)
         _print(values, partial(show_report, columns=terminal()), as_json)
         return
     from threed.prediction import schedule_only as bare
@@ -162,7 +162,7 @@ def predict(context: typer.Context, config: of.BareConfigPath = None, overrides:
     if schedule is None:
         raise InputError("give a CONFIG, or --schedule NAME for a bare pipeline; threed predict --help shows "
                          "both")
-    exclude(context, "--schedule", "costs", "hardware", "tokens", "devices")
+    exclude(context, "--schedule", "costs", "hardware", "tokens", "imbalance", "devices")
     limit = None
     if activation_limit is not None:
         limit = bare.parse_limit_of_bare(activation_limit, pp, micro_batches)

@@ -124,6 +124,8 @@ BareConfigPath = Annotated[Path | None, typer.Argument(metavar="CONFIG",
                                                        help="YAML file; leave it out for a bare pipeline")]
 Tokens = Annotated[str | None, typer.Option(metavar="N", help="to train on, such as 15T or 15e12: print "
                                                               "days, device-hours and dollars")]
+Imbalance = Annotated[float, typer.Option(help="with experts: rows of the busiest rank over those of "
+                                               "balanced ones (the metric moe/imbalance)")]
 Schedule = Annotated[str | None, typer.Option(help="of a bare pipeline: 1f1b, zb-v, auto, file:PATH ...",
                                               autocompletion=schedules)]
 Positions = Annotated[int, typer.Option(min=1, help="positions of a bare pipeline")]

@@ -15,17 +15,20 @@ from threed.prediction.prices import Prices, Travel
 from threed.program.buffers import lowered
 from threed.program.effects import effects
 from threed.program.entries import ComputeUnit
+from threed.program.handed import depends, move_of
 from threed.program.instruction import COMPUTE, PARTS, PHASES, Instruction, Op, Tier
 from threed.program.plan import Plan
 from threed.program.simulate import Costs, cost_of
+from threed.program.table import Table
 from threed.program.traffic import moved_by, sent_by, times_of
 from threed.program.walk import Cost
 from threed.spec.kernels import FROZEN, Product
 
 
-def cost(plan: Plan, hardware: Hardware, measured: Costs | None = None) -> Cost:
+def cost(plan: Plan, hardware: Hardware, measured: Costs | None = None, imbalance: float = 1.0) -> Cost:
     """Seconds of an instruction of a plan. `measured` costs replace the analytic ones, but not for moves
-    between tiers and steps on the host, which no run measures."""
+    between tiers and steps on the host, which no run measures. `imbalance`: rows of the busiest rank, for
+    which the others wait, over those of balanced ranks: what computes and sends them takes as much longer."""
     table, by_run = plan.table, cost_of(measured) if measured is not None else None
     compute, travel = _Compute(plan, hardware), _Travel(plan, hardware)
     host_s = hardware.host_us * 1e-6 if hardware.waits else 0.0
@@ -35,11 +38,12 @@ def cost(plan: Plan, hardware: Hardware, measured: Costs | None = None) -> Cost:
               else Counter[int]()
               for position in range(table.num_positions)]
     known: dict[tuple, float] = {}
+    busiest = uneven(plan.table) if imbalance != 1.0 else set()
 
     def analytic(position: int, instruction: Instruction) -> float:
         op = instruction.op
         if op in COMPUTE:
-            return compute.seconds(op, instruction.unit)
+            return compute.seconds(op, instruction.unit) * (imbalance if instruction.unit in busiest else 1.0)
         if op == Op.STEP:
             return compute.step(instruction.unit)
         if op == Op.CLIP and instruction.gradients != "none":
@@ -52,7 +56,9 @@ def cost(plan: Plan, hardware: Hardware, measured: Costs | None = None) -> Cost:
             if instruction.kind == "gshard" and (times := lowers[position][instruction.unit]) > 1:
                 size *= 2 - 1 / times  # all but the first: the sum comes up, and goes down again
             return size * 8 / (gbps * 1e9) + hardware.kernel_us * 1e-6
-        return travel.seconds(position, instruction)
+        sent_s = travel.seconds(position, instruction)
+        by_counts = busiest and op == Op.EXCHANGE and move_of(instruction, table).counts
+        return sent_s * imbalance if by_counts else sent_s
 
     def seconds(position: int, instruction: Instruction) -> float:
         op = instruction.op
@@ -66,6 +72,14 @@ def cost(plan: Plan, hardware: Hardware, measured: Costs | None = None) -> Cost:
         return known[key]
 
     return seconds
+
+
+def uneven(table: Table) -> set[int]:
+    """Units that compute rows whose number depends on other ranks."""
+    units = table.units
+    return {index for index, unit in enumerate(units) for read in unit.reads
+            for made in units[read.unit].makes
+            if made.trip and made.trip.becomes == read.name and depends(made, units[read.unit])}
 
 
 @remembered(lambda *about: about)

@@ -12,6 +12,7 @@ from threed.models.model import model_flops
 from threed.planner import make_mesh, make_plan
 from threed.planner.from_config import CONFIG, analysed, config_of, load_config
 from threed.prediction.analytic import cost as analytic_cost
+from threed.prediction.analytic import uneven
 from threed.prediction.contention import PricedPlan
 from threed.prediction.hardware import DEFAULT, OF_CPUS, Hardware
 from threed.prediction.peak import Peak, memory_of, too_much
@@ -24,7 +25,7 @@ from threed.schema import Config
 
 
 def predict(what: Config | Plan, hardware: str = "", costs: str | Path | None = None,
-            tokens: float | str | None = None) -> dict[str, Any]:
+            tokens: float | str | None = None, imbalance: float = 1.0) -> dict[str, Any]:
     """Predict a step by walking the plan with a clock.
 
     `hardware` is what `threed predict --hardware` takes: a name of configs/hardware or a file, and then
@@ -32,6 +33,8 @@ def predict(what: Config | Plan, hardware: str = "", costs: str | Path | None = 
     `costs`: the folder or the costs.json of a run, whose measured seconds replace the prices of kernels; of a
     run with another mesh, micro-batch size or schedule (its folder) they are scaled by these prices.
     `tokens`: how many to train on ("15T"), for `training`: days, device-hours, dollars.
+    `imbalance`: with experts, the rows of the busiest rank over those of balanced ones (the metric
+    moe/imbalance); 1: all ranks get as many.
 
     Returns the document of `threed predict --json`: `step_time` in seconds, `bubble` as a share of it, and
     `stages`, a row a pipeline position (`peak_bytes` by tier, `peak`: what it is made of, `busy_s`,
@@ -40,7 +43,7 @@ def predict(what: Config | Plan, hardware: str = "", costs: str | Path | None = 
 
     >>> threed.predict(threed.load("configs/toy.yaml"), "h100-sxm")["step_time"]
     """
-    machine, step = priced(analysed(what), hardware, costs)
+    machine, step = priced(analysed(what), hardware, costs, imbalance)
     return {**document(step, machine, parse_tokens(tokens)),
             "default_hardware": not hardware and costs is None}
 
@@ -54,14 +57,26 @@ def parse_tokens(tokens: float | str | None) -> float | None:
     return count
 
 
-def priced(analysis: Analysis, hardware: str, costs: str | Path | None) -> tuple[Hardware, PricedPlan]:
+def priced(analysis: Analysis, hardware: str, costs: str | Path | None,
+           imbalance: float = 1.0) -> tuple[Hardware, PricedPlan]:
     """A machine, and a plan with its costs. The arguments are those of `predict`."""
     plan = analysis.plan
+    check_type("imbalance", imbalance, (int, float), "a number of at least 1")
+    if not 1 <= imbalance < math.inf:
+        raise InputError(f"imbalance={imbalance:g}: give a number of at least 1, the rows of the busiest "
+                         "rank over those of balanced ones")
+    if imbalance != 1 and not uneven(plan.table):
+        raise InputError(f"imbalance={imbalance:g}: the model has no experts, whose rows could be uneven; "
+                         "leave it out")
+    if imbalance != 1 and costs is not None:
+        raise InputError(f"imbalance={imbalance:g}: measured costs have that of their run; leave one of the "
+                         "two out")
     check_type("hardware", hardware, str, 'a text such as "h100-sxm,adapter_gbps=200"')
     check_type("costs", costs, (str, Path, None), "the folder of a run, or its costs.json")
     machine = Hardware.parse(hardware, OF_CPUS if config_of(plan).run.device == "cpu" else DEFAULT)
     if costs is None:
-        return machine, PricedPlan(analysis, analytic_cost(plan, machine), machine.title, machine)
+        cost = analytic_cost(plan, machine, None, imbalance)
+        return machine, PricedPlan(analysis, cost, machine.title, machine)
     measured, digest, _ = read_costs(costs)
     source = f"{costs}" + (f", measured on {device}" if (device := device_of(costs)) else "")
     if digest != analysis.digest and (Path(costs) / CONFIG).exists():

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from threed.program.entries import Handed, gradient_kind
+from threed.program.entries import ComputeUnit, Handed, gradient_kind
 from threed.program.instruction import Instruction, Op, Slot
 from threed.program.table import Table
 
@@ -95,6 +95,13 @@ def came_over(slot: Slot, table: Table) -> str | None:
     rank has made it."""
     return next((each.trip.over for each in table.units[slot.unit].makes if each.trip is not None
                  and slot.kind in (each.trip.becomes, gradient_kind(each.name))), None)
+
+
+def depends(handed: Handed, unit: ComputeUnit) -> bool:
+    """Whether how much comes depends on other ranks: the counts of it have come from them, too. `unit`: its
+    maker."""
+    counts = handed.trip.counts if handed.trip else ()
+    return bool(counts) and counts[1] in {(each.trip.becomes, 0) for each in unit.makes if each.trip}
 
 
 def back(by: str) -> Op:

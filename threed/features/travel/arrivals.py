@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from threed.program.handed import Move
+from threed.program.handed import Move, depends
 from threed.program.table import Table
 
 
@@ -32,8 +31,8 @@ class Arrivals:
 
     def add(self, move: Move, takes: torch.Tensor, leaves: int, row_bytes: int) -> None:
         """`takes` [ranks, ...]: the rows that come; `leaves`: those that leave."""
-        trip, made = move.handed.trip, self.table.units[move.source.unit].makes
-        if trip is None or not _unknown(trip.counts, [each.trip for each in made if each.trip]):
+        trip = move.handed.trip
+        if trip is None or not depends(move.handed, self.table.units[move.source.unit]):
             return
         each, balanced = takes.sum(0), max(move.handed.bytes // max(row_bytes, 1), leaves, 1)
         rows, room = int(each.sum()), max(trip.bytes // max(row_bytes, 1), 1)
@@ -56,8 +55,3 @@ class Arrivals:
 def room_for(times: float) -> str:
     """The setting that plans memory for so many times the rows of balanced experts."""
     return f"model.moe_room={math.ceil(10 * times) / 10:g}"
-
-
-def _unknown(counts: Sequence[tuple[str, int]], trips: Sequence) -> bool:
-    """Whether the counts of what comes have come themselves."""
-    return bool(counts) and counts[1] in {(trip.becomes, 0) for trip in trips}

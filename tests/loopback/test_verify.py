@@ -76,6 +76,21 @@ def test_a_rehearsal_leaves_nothing_behind(cell):
     same_bits([loopback(config, 2), verified(twice(config), 2)])
 
 
+def test_padding_is_no_result():
+    """Behind the gradient of a unit whose size dp does not divide, a buffer of the pool had what another unit
+    left."""
+    config = tiny(*SMALL, "model.family=llama", "model.layers=2", "model.vocab=30", "model.vocab_multiple=16",
+                  "parallel.dp=4", "zero.stage=2")
+    verified(config, 2)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_experts(exact):
+    """Their choices and counts are integers."""
+    config = tiny(*SMALL, "model.family=moe", "parallel.dp=2", "parallel.ep=2", "zero.stage=2")
+    verified(config, 2, exact=exact)
+
+
 @pytest.mark.parametrize("overrides", [
     ["offload.optimizer=cpu", "zero.stage=1"], ["offload.optimizer=cpu", "zero.stage=2", "offload.warmup=1"],
     ["offload.optimizer=nvme", FILES, "zero.stage=3", "parallel.schedule=zb-h1"],

@@ -191,4 +191,7 @@ def checksum(values: torch.Tensor, exact: bool) -> torch.Tensor:
     sums = numbers[:rows * COLUMNS].view(rows, COLUMNS).sum(0, dtype=torch.int64 if exact else torch.float64)
     rest = numbers[rows * COLUMNS:]
     sums[:len(rest)] += rest
-    return sums if exact else torch.cat([sums, torch.linalg.vector_norm(flat, dtype=torch.float64).view(1)])
+    if exact:
+        return sums
+    real = flat if flat.is_floating_point() else flat.double()  # counts and choices of experts are integers
+    return torch.cat([sums, torch.linalg.vector_norm(real, dtype=torch.float64).view(1)])

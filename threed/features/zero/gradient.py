@@ -165,8 +165,12 @@ class Gradient:
                 if number not in self._unwritten)
 
     def _complete(self) -> Job:
-        """A job that writes zeros for the parameters that have no gradient."""
-        missing = [self.part.view(self.part.layout.placed[number], self._whole) for number in self._unwritten]
+        """A job that writes zeros for the parameters that have no gradient, and for padding, where a buffer
+        of the pool has what another unit left."""
+        layout = self.part.layout
+        missing = [self.part.view(layout.placed[number], self._whole) for number in self._unwritten]
+        if self._in_pool and layout.padding:
+            missing.append(self._whole[-layout.padding:])
         self._unwritten.clear()
 
         def complete() -> None:

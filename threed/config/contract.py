@@ -112,7 +112,8 @@ def show(refused: bool = False) -> str:
     refuse."""
     every = list(cells())
     works = [cell for cell in every if refusal(cell) is None]
-    counts = [Counter((cell.schedule, cell.stage) for cell in chosen) for chosen in (works, every)]
+    counts: list[Counter[tuple[object, object]]] = [
+        Counter((cell.schedule, cell.stage) for cell in chosen) for chosen in (works, every)]
     lines = [f"{len(works)} of {len(every)} cells work, and {len(every) - len(works)} are refused",
              *(f"  {axis.ljust(18)} {_values(values)}" for axis, values in axes().items()), "",
              "works".ljust(16) + "".join(f"zero{stage}".rjust(12) for stage in axes()["stage"])]

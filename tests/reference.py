@@ -50,6 +50,10 @@ class Lion(torch.optim.Optimizer):
                 mean.copy_(beta2 * mean + (1 - beta2) * weight.grad)
 
 
+# (block, sample) -> experts of each of its tokens, [S][k]
+Picks = dict[tuple[str, int], list[list[int]]]
+
+
 @dataclass
 class Result:
     losses: list[float]
@@ -57,8 +61,8 @@ class Result:
     first_grads: dict[str, torch.Tensor]  # before the first update, unclipped
     weights: dict[str, torch.Tensor]  # after the last
     evaluated: float = 0.0  # loss of the step after the last, forward only
-    # (block, sample) -> experts of each of its tokens, [S, k]
-    picks: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
+    picks: Picks = field(default_factory=dict)
+    margin: float = math.inf  # least difference of the last score that was chosen and the next
 
 
 def tokens_of(config: Config, step: int) -> torch.Tensor:
@@ -106,6 +110,11 @@ def data_of(config: Config, step: int) -> Data:
     return Data(inputs, labels, positions, int((labels != NOT_COUNTED).sum()))
 
 
+def _gap(falling: list[float], count: int) -> float:
+    """From the last of the first `count` numbers to the next."""
+    return falling[count - 1] - falling[count] if count < len(falling) else math.inf
+
+
 def run(config: Config, steps: int) -> Result:
     with initialized():
         return Reference(config).run(steps)
@@ -130,7 +139,8 @@ class Reference:
         }
         self.layers = [layer.build(context, self.live) for layer in layers(model)]
         self.picks: list[tuple[str, torch.Tensor]] = []  # in a step: block, choice of each token
-        self.choices: dict[tuple[str, int], torch.Tensor] = {}  # as Result.picks
+        self.choices: Picks = {}
+        self.margin = math.inf
         self.publish()
         groups = [{"params": [self.masters[p.name] for p in specs
                               if p.decay == decay and p.trains and not p.counted],
@@ -169,7 +179,8 @@ class Reference:
                 # One by one: nothing but the divisor knows of other documents.
                 assert not self.config.model.dropout and not self.config.model.attention_dropout
                 parts = [self.parts(replace(batch, tokens_BS=batch.tokens_BS[row:row + 1, place],
-                                            labels_BS=batch.labels_BS[row:row + 1, place]))
+                                            labels_BS=batch.labels_BS[row:row + 1, place],
+                                            samples_B=samples[row:row + 1]))
                          for row in range(self.micro) for place in data.documents(first + row)]
                 yield torch.stack([loss for loss, _ in parts]).sum(), sum(penalty for _, penalty in parts)
 
@@ -210,10 +221,9 @@ class Reference:
         bias = self.live[f"{name}.router.bias"].float() if model.balance == "bias" else 0.0
         picks = self._picks(model, scores.detach() + bias, x.shape[1])
         self.picks.append((name, picks))
-        if x.shape[1] == len(batch.samples_B):  # not one document at a time
-            of_samples = picks.view(-1, len(batch.samples_B), model.experts_per_token)
-            for at, sample in enumerate(batch.samples_B.tolist()):
-                self.choices[name, sample] = of_samples[:, at]
+        of_samples = picks.view(-1, len(batch.samples_B), model.experts_per_token)
+        for at, sample in enumerate(batch.samples_B.tolist()):  # one after the other, where it is documents
+            self.choices.setdefault((name, sample), []).extend(of_samples[:, at].tolist())
         weights = scores.gather(1, picks)
         if model.normalize_top_k:
             weights = weights / weights.sum(1, keepdim=True)
@@ -234,8 +244,7 @@ class Reference:
         out = x + Dropout(model, f"{name}.mlp").build(self.context, {})(total, batch)
         return Out(out, penalty=self._penalty(model, logits, scores, picks, batch))
 
-    @staticmethod
-    def _picks(model: ExpertsConfig, scores: torch.Tensor, sequences: int) -> torch.Tensor:
+    def _picks(self, model: ExpertsConfig, scores: torch.Tensor, sequences: int) -> torch.Tensor:
         """The choice of each token, by itself."""
         k, groups = model.experts_per_token, model.expert_groups
         if model.moe_route == "balanced":
@@ -245,10 +254,14 @@ class Reference:
         for row in scores.tolist():
             runs = [range(at, at + model.experts // groups)
                     for at in range(0, model.experts, model.experts // groups)]
-            best = sorted(runs, key=lambda run: -sum(sorted((row[e] for e in run), reverse=True)
-                                                     [:k // model.groups_per_token]))
+            sums = {run: sum(sorted((row[e] for e in run), reverse=True)[:k // model.groups_per_token])
+                    for run in runs}
+            best = sorted(runs, key=lambda run: -sums[run])
             allowed = [e for run in best[:model.groups_per_token] for e in run]
-            picks.append(sorted(allowed, key=lambda e: (-row[e], e))[:k])
+            order = sorted(allowed, key=lambda e: (-row[e], e))
+            picks.append(order[:k])
+            self.margin = min(self.margin, _gap([sums[run] for run in best], model.groups_per_token),
+                              _gap([row[e] for e in order], k))
         return torch.tensor(picks)
 
     @staticmethod
@@ -343,5 +356,5 @@ class Reference:
         result.weights = {name: value.detach() for name, value in self.masters.items()}
         with torch.no_grad():
             result.evaluated = sum(loss.item() for loss, _ in self.losses(steps, train=False))
-        result.picks = self.choices
+        result.picks, result.margin = self.choices, self.margin
         return result

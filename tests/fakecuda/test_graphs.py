@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.harness import cell_config, covering, each_value, loopback, same_bits, tiny
+from tests.harness import cell_config, covering, dense, each_value, loopback, same_bits, tiny
 from tests.loopback.test_graphs import GRAPHS, OFFLOADED, SETTINGS, STEPS
 from threed.devices import cuda
 from threed.engine.graphs import GraphRun
@@ -20,7 +20,7 @@ def both(config: Config, steps: int = STEPS) -> None:
     assert len(recorders) == config.world_size
 
 
-@pytest.mark.parametrize("cell", [pytest.param(cell, id=cell.id) for cell in each_value(covering())])
+@pytest.mark.parametrize("cell", [pytest.param(cell, id=cell.id) for cell in each_value(dense(covering()))])
 def test_the_contracts_sample(cell, fake_gpus):
     fake_gpus.run(both, cell_config(cell, ranks=8))
 

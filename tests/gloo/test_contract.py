@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 
 from tests.harness import Ranks, assert_contract, cell_config, collect, covering, each_value, over_gloo, tiny
+from tests.reference import Picks
 from threed.schema import Config
 
 QUICK = each_value(covering())
@@ -17,8 +18,8 @@ def test_cell(cell, workers, references):
     """What loopback cannot show: that messages and collectives of gloo, and its lanes, give the same
     numbers."""
 
-    def run(config: Config, steps: int) -> Ranks:
-        return collect(config, workers.run(over_gloo, config.world_size, config, steps))
+    def run(config: Config, steps: int, picks: Picks | None = None) -> Ranks:
+        return collect(config, workers.run(over_gloo, config.world_size, config, steps, picks))
 
     assert_contract(cell_config(cell, ranks=8), references, run)
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from tests.harness import drive
+from tests.reference import Picks
 from threed.comm.group import Channel, Comm
 from threed.comm.lanes import Handle
 from threed.comm.process import ProcessComm, ProcessGroup, file_store
@@ -129,13 +130,14 @@ def on_ranks(config: Config, work: Work, over_nccl: bool = False) -> list[Any]:
         return [future.result(TIMEOUT_S * 2) for future in futures]
 
 
-def trained(steps: int, engine: Engine, comm: Comm) -> Any:
+def trained(steps: int, picks: Picks | None, engine: Engine, comm: Comm) -> Any:
     """A rank's numbers and parts, on the host."""
-    losses, norms, *both, places, here, sent, evaluated = drive(engine.config, engine, comm, steps)
+    losses, norms, *both, places, here, sent, evaluated = drive(engine.config, engine, comm, steps,
+                                                                 picks=picks)
     grads, weights = ({unit: part.cpu() for unit, part in parts.items()} for parts in both)
     return losses, norms, grads, weights, places, here, sent, evaluated
 
 
-def ranks(config: Config, steps: int, over_nccl: bool = False) -> list[Any]:
+def ranks(config: Config, steps: int, over_nccl: bool = False, picks: Picks | None = None) -> list[Any]:
     """The results of `trained` on every rank of a config."""
-    return on_ranks(config, partial(trained, steps), over_nccl)
+    return on_ranks(config, partial(trained, steps, picks), over_nccl)

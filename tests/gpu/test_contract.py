@@ -10,14 +10,15 @@ import torch
 
 from tests.gpu.staged import ranks
 from tests.harness import Ranks, assert_contract, cell_config, collect, covering, each_value, tiny
+from tests.reference import Picks
 from threed.schema import Config
 
 CELLS = each_value(covering())
 GPUS = torch.cuda.device_count()
 
 
-def run(config: Config, steps: int) -> Ranks:
-    return collect(config, ranks(config, steps))
+def run(config: Config, steps: int, picks: Picks | None = None) -> Ranks:
+    return collect(config, ranks(config, steps, picks=picks))
 
 
 @pytest.mark.gpu

@@ -10,6 +10,7 @@ import torch
 from tests.harness import batches
 from tests.loopback.test_experts import MESHES, PP, moe
 from tests.loopback.test_saved import watch
+from tests.reference import Picks
 from threed.base.errors import RunError
 from threed.comm.group import Comm
 from threed.comm.lanes import Lane
@@ -49,14 +50,14 @@ def metrics_of(config: Config) -> tuple[list[Metrics], list[list[str]]]:
     return metrics, warnings
 
 
-def expected(config: Config, picks: dict[tuple[str, int], torch.Tensor], step: int) -> tuple[float, float]:
+def expected(config: Config, picks: Picks, step: int) -> tuple[float, float]:
     """The most rows of a rank, and of an expert, in an exchange of a step, over the mean."""
     train, model, ep = config.train, config.model, config.parallel.ep
     at_once = train.micro_batch_size * ep  # sequences of an exchange
     rows = experts = 0.0
     for first in range(step * train.global_batch_size, (step + 1) * train.global_batch_size, at_once):
         for block in {block for block, _ in picks}:
-            chosen = torch.cat([picks[block, sample].flatten() for sample in range(first, first + at_once)])
+            chosen = torch.tensor([picks[block, sample] for sample in range(first, first + at_once)]).flatten()
             loads = torch.bincount(chosen, minlength=model.experts).double()
             experts = max(experts, float(loads.max() / loads.mean()))
             loads = loads.view(ep, -1).sum(1)

@@ -7,7 +7,17 @@ import re
 
 import pytest
 
-from tests.harness import Ranks, assert_contract, cell_config, covering, each_value, loopback, pairs
+from tests.harness import (
+    Ranks,
+    assert_contract,
+    cell_config,
+    covering,
+    dense,
+    each_value,
+    loopback,
+    pairs,
+    with_experts,
+)
 from threed.base.errors import ConfigError
 from threed.config.contract import Cell, cells, refusal
 from threed.schema import Config
@@ -19,10 +29,15 @@ CORE = [*each_value(SAMPLE), *{refusal(cell): cell for cell in REFUSED}.values()
 
 
 def pytest_generate_tests(metafunc):
-    """Every cell in `make matrix`. Otherwise few: to collect all takes longer than to run those."""
+    """Cells that the command line names. Or in `make matrix` every cell without experts, and with experts
+    every schedule, ZeRO stage and precision. Otherwise few: to collect all takes longer than to run those."""
     if "cell" in metafunc.fixturenames:
-        few = metafunc.config.getoption("-m").startswith("not slow")
-        some = dict.fromkeys([*SAMPLE, *REFUSED[::97], *CORE]) if few else cells()
+        names = {text.partition("[")[2].rstrip("]") for text in metafunc.config.args} - {""}
+        some = [cell for cell in cells() if cell.id in names] if names else []
+        if not some:
+            few = metafunc.config.getoption("-m").startswith("not slow")
+            some = dict.fromkeys([*SAMPLE, *REFUSED[::97], *CORE, *([] if few else dense(cells())),
+                                  *([] if few else with_experts())])
         metafunc.parametrize("cell", [
             pytest.param(cell, id=cell.id, marks=[pytest.mark.core] * (cell in CORE)) for cell in some])
 

@@ -146,9 +146,8 @@ def test_the_plan_knows():
 @pytest.mark.parametrize("cell", covering(), ids=lambda cell: cell.id)
 def test_contract(cell, references):
     """The contract's sample, with a model that has all pieces."""
-    config = cell_config(cell, 8)
-    config.model.fused, config.model.activation, config.model.norm = "auto", "swiglu", "rmsnorm"
-    config.model.dropout, config.model.ffn_hidden = 0.1, 32
+    config = cell_config(cell, 8, ["model.fused=auto", "model.activation=swiglu", "model.norm=rmsnorm",
+                                   "model.dropout=0.1", "model.ffn_hidden=32"])
     assert_contract(config, references, steps=2)
 
 

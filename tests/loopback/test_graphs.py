@@ -7,7 +7,7 @@ from inspect import signature
 import pytest
 import torch
 
-from tests.harness import batches, cell_config, covering, each_value, loopback, same_bits, tiny
+from tests.harness import batches, cell_config, covering, dense, each_value, loopback, same_bits, tiny
 from tests.late import be_late
 from tests.recorder import Repeater, record_on_cpu
 from threed.base.errors import InputError, RunError
@@ -41,7 +41,7 @@ def both(config: Config) -> None:
     same_bits([plain, loopback(config, STEPS)])
 
 
-@pytest.mark.parametrize("cell", each_value(covering()), ids=lambda cell: cell.id)
+@pytest.mark.parametrize("cell", each_value(dense(covering())), ids=lambda cell: cell.id)
 def test_the_contracts_sample(cell, monkeypatch):
     """An address that changes, memory that is used again too early, a number that is kept from the step that
     was recorded."""

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from tests.harness import assert_contract, assert_parity, cell_config, covering, each_value, loopback, tiny
+from tests.harness import (
+    assert_contract,
+    assert_parity,
+    cell_config,
+    covering,
+    dense,
+    each_value,
+    loopback,
+    tiny,
+)
 from tests.late import be_late
 from tests.recorder import record_on_cpu
 from threed.base.errors import ThreedError
@@ -29,7 +38,7 @@ def test_the_contracts_sample(cell, references, monkeypatch):
     assert_contract(cell_config(cell, ranks=8), references, steps=2)
 
 
-@pytest.mark.parametrize("cell", each_value(covering()), ids=lambda cell: cell.id)
+@pytest.mark.parametrize("cell", each_value(dense(covering())), ids=lambda cell: cell.id)
 def test_all_at_once(cell, references, monkeypatch):
     """Late lanes, fused pieces, a loss in chunks, and CUDA graphs."""
     be_late(monkeypatch, seed=5)

@@ -7,6 +7,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
+import threed
 from threed.base.errors import ConfigError, InputError
 from threed.cli.main import app
 from threed.config import contract
@@ -229,8 +230,8 @@ def test_advise_experts():
 def test_imbalance():
     """With half of a step in experts, twice the rows take longer, and at most twice as long."""
     moe = load(None, ["model.family=moe", "parallel.dp=4", "parallel.ep=4", "train.global_batch_size=8"])
-    even, uneven = (predict(moe, "h100-sxm", imbalance=times)["step_time"] for times in (1, 2))
+    even, uneven = (threed.predict(moe, "h100-sxm", imbalance=times)["step_time"] for times in (1, 2))
     assert even < uneven < 2 * even
     for config, times, message in ((moe, 0.5, "at least 1"), (load(None, []), 2, "no experts")):
         with pytest.raises(InputError, match=message):
-            predict(config, imbalance=times)
+            threed.predict(config, imbalance=times)

@@ -241,8 +241,9 @@ def memory(context: typer.Context, config: of.SizedConfigPath = None, overrides:
 @app.command(short_help="show which features work together, and why others do not")
 def matrix(as_json: of.Json = False, refused: of.Refused = False) -> None:
     """Show the contract: every combination of schedule, ZeRO stage, offload, activation policy, precision,
-    sequence parallelism, tied weights and shard groups either works and has a test, or is refused with a
-    reason. `make matrix` runs the tests."""
+    sequence parallelism, tied weights, shard groups and experts either works and has a test, or is refused
+    with a reason. `make matrix` runs the tests; of those with experts, one for each schedule, ZeRO stage and
+    precision."""
     from threed.config import contract
 
     if as_json:

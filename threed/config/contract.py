@@ -8,10 +8,12 @@ A **cell** is one choice for each feature. If no rule refuses it, it works, and 
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from threed.base.errors import Problem
+from threed.models.layers.experts import ExpertsConfig
 from threed.schedules.orders import SCHEDULES
 from threed.schema import Config
 
@@ -25,6 +27,7 @@ class Cell(NamedTuple):
     sequence_parallel: bool
     tied: bool
     shard_groups: bool  # whether dp is cut into several shard groups
+    experts: str = "none"  # none, one (a rank has all experts of a block), ep (several ranks have them)
 
     @property
     def id(self) -> str:
@@ -32,7 +35,7 @@ class Cell(NamedTuple):
         words = [self.schedule, f"zero{self.stage}", self.offload, self.activation, self.precision]
         return "-".join([*words, "sp" if self.sequence_parallel else "nosp",
                          "tied" if self.tied else "untied",
-                         "groups" if self.shard_groups else "nogroups"])
+                         "groups" if self.shard_groups else "nogroups", _EXPERTS[self.experts]])
 
     @property
     def test(self) -> str:
@@ -45,9 +48,14 @@ class Cell(NamedTuple):
         kept = "partition" if activation.partition else activation.policy
         if activation.offload == "cpu":
             kept = "cpu"
+        experts = "one" if isinstance(config.model, ExpertsConfig) else "none"
         return cls("file" if parallel.schedule.startswith("file:") else parallel.schedule, config.zero.stage,
                    _offload(config), kept, config.precision.dtype, parallel.sequence_parallel,
-                   config.model.tie_embeddings, config.shard_size < config.data_ranks)
+                   config.model.tie_embeddings, config.shard_size < config.data_ranks,
+                   "ep" if parallel.ep > 1 else experts)
+
+
+_EXPERTS = {"none": "dense", "one": "experts", "ep": "ep"}  # words of a cell's name
 
 
 def _offload(config: Config) -> str:
@@ -66,6 +74,7 @@ def axes() -> dict[str, tuple[object, ...]]:
         "sequence_parallel": (False, True),
         "tied": (False, True),
         "shard_groups": (False, True),
+        "experts": tuple(_EXPERTS),
     }
 
 
@@ -103,13 +112,14 @@ def show(refused: bool = False) -> str:
     refuse."""
     every = list(cells())
     works = [cell for cell in every if refusal(cell) is None]
+    counts: list[Counter[tuple[object, object]]] = [
+        Counter((cell.schedule, cell.stage) for cell in chosen) for chosen in (works, every)]
     lines = [f"{len(works)} of {len(every)} cells work, and {len(every) - len(works)} are refused",
              *(f"  {axis.ljust(18)} {_values(values)}" for axis, values in axes().items()), "",
              "works".ljust(16) + "".join(f"zero{stage}".rjust(12) for stage in axes()["stage"])]
     for schedule in axes()["schedule"]:
-        counts = [[sum(cell.schedule == schedule and cell.stage == stage for cell in chosen)
-                   for chosen in (works, every)] for stage in axes()["stage"]]
-        lines.append(str(schedule).ljust(16) + "".join("{}/{}".format(*count).rjust(12) for count in counts))
+        row = ["/".join(str(count[schedule, stage]) for count in counts) for stage in axes()["stage"]]
+        lines.append(str(schedule).ljust(16) + "".join(entry.rjust(12) for entry in row))
     for rule in RULES:
         listed = [cell for cell in every if rule.refuses(cell)]
         lines += ["", f"{len(listed)} refused: {rule.problem}",

@@ -57,8 +57,8 @@ def expected(config: Config, picks: Picks, step: int) -> tuple[float, float]:
     rows = experts = 0.0
     for first in range(step * train.global_batch_size, (step + 1) * train.global_batch_size, at_once):
         for block in {block for block, _ in picks}:
-            chosen = torch.tensor([picks[block, sample] for sample in range(first, first + at_once)]).flatten()
-            loads = torch.bincount(chosen, minlength=model.experts).double()
+            chosen = torch.tensor([picks[block, sample] for sample in range(first, first + at_once)])
+            loads = torch.bincount(chosen.flatten(), minlength=model.experts).double()
             experts = max(experts, float(loads.max() / loads.mean()))
             loads = loads.view(ep, -1).sum(1)
             rows = max(rows, float(loads.max() / loads.mean()))

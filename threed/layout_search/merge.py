@@ -46,15 +46,15 @@ def runs(kinds: Sequence[object]) -> Iterator[tuple[int, int, int]]:
     numbers: dict[object, int] = {}
     row, first = [numbers.setdefault(kind, len(numbers)) for kind in kinds], 0
     while first < len(row):
-        best = first + 1, 1
+        last, each = first + 1, 1
         for size in range(1, min(_MOST_GROUPS, (len(row) - first) // 2) + 1):
             stop = first + size
             while row[stop:stop + size] == row[first:first + size]:
                 stop += size
-            if stop > max(best[0], first + size):
-                best = stop, size
-        yield first, *best
-        first = best[0]
+            if stop > max(last, first + size):
+                last, each = stop, size
+        yield first, last, each
+        first = last
 
 
 def _often(table: Table) -> bool:

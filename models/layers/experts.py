@@ -151,7 +151,7 @@ class Routes(Layer):
             return Cost()
         sent = (share.sent(2 * self.model.seq_len * self.model.experts_per_token, TP, 1, 4)
                 if TP in share.sequence else Traffic())
-        return Cost((Moved("capacity", 8 * picks, 0, (16, 0)),),
+        return Cost((Moved("capacity", 8 * picks, 0, (16, 0)),), (Saved("choices", picks),),
                     sent={("once", TP): sent} if sent.rings else {})
 
     def _penalty_cost(self, share: Share, tokens: int) -> Cost:
@@ -208,8 +208,8 @@ class Routes(Layer):
 
     def _weights(self, scores: torch.Tensor, picks: torch.Tensor) -> torch.Tensor:
         model = self.model
-        return self.context.experts.weights_of(scores, picks % model.experts, model.normalize_top_k,
-                                               model.routed_scale)
+        chosen = picks if model.moe_capacity is None else picks % model.experts
+        return self.context.experts.weights_of(scores, chosen, model.normalize_top_k, model.routed_scale)
 
     def _within_capacity(self, picks: torch.Tensor, scores: torch.Tensor, sequences: int) -> torch.Tensor:
         """The picks, with those that are dropped. Where ranks divide a sequence, they exchange theirs."""

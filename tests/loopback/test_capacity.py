@@ -28,7 +28,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_contract(name, references):
-    assert_contract(moe("model.moe_capacity=0.75", *CASES[name]), references)
+    assert_contract(moe("model.moe_capacity=0.75", "train.seed=5", *CASES[name]), references)
 
 
 @pytest.mark.parametrize("mesh", ["alone", "folded"])

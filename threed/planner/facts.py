@@ -327,8 +327,7 @@ def _compute_unit(config: Config, members: Sequence[Layer], run: tuple[int, int]
     names = [layer.name for layer in members]
     name = names[0] if len(names) == 1 else f"{names[0]}..{names[-1].rsplit('.', 1)[-1]}"
     sent = {phase: {axis: each for (when, axis), each in cost.sent.items() if when == phase}
-            for phase in ("forward", "input", "weight", "once")
-            if phase != "once" or any(when == phase for when, _ in cost.sent)}
+            for phase in dict.fromkeys(("forward", "input", "weight", *(when for when, _ in cost.sent)))}
     traffic, rings = ({phase: {axis: getattr(each, what) for axis, each in axes.items()}
                        for phase, axes in sent.items()} for what in ("bytes", "rings"))
     return ComputeUnit(name, run, 0, (), cost.kernels, cost.saved_bytes(config.pieces),

@@ -7,7 +7,7 @@ that came to it, D hidden, F hidden layer of an expert.
 
 A pick of E + e is one of expert e that its capacity drops: it has no row.
 
-A row travels with its weight in the sum, in fp32 (`pack`): applied where the row is computed, it leaves a
+A row travels with its weight in the sum, in fp32 (`routed`): applied where the row is computed, it leaves a
 plain sum for the way back, whose gradient is a copy.
 """
 

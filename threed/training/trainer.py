@@ -59,8 +59,8 @@ class Trainer:
         self.train_split, self.validation_split = data
         self.tokenizer = tokenizer
         self._requests = requests
-        self.meter, self.verifier = Meter(self.config, engine.analysis, self.comm, engine.arrivals), \
-            Verifier(engine)
+        self.meter = Meter(self.config, engine.analysis, self.comm, engine.arrivals)
+        self.verifier = Verifier(engine)
         self.checkpoints = Checkpoints(self.config, engine, watch, log, resumed, self._saved)
         self.skipped = Skipped(engine, self.checkpoints, self.say, resumed.manifest.get("skipped", 0))
         self.samples: int = resumed.manifest.get("samples", 0)  # of the training split, so far

@@ -62,8 +62,9 @@ class TravelRun:
         size = group.size()
         if not value.dim():
             raise RunError(f"{self._who(move)} a number: it must have rows")
-        if op != Op.EXCHANGE and size == 1:
-            return value
+        gives, takes = self._counted(move, counts, value, size) if op == Op.EXCHANGE else ([], [])
+        if size == 1:
+            return value.contiguous()
         if op == Op.GATHER:
             whole = empty(size * len(value))
             group.all_gather(whole, value.contiguous()).wait()
@@ -72,9 +73,6 @@ class TravelRun:
             part = empty(len(value) // size)
             group.reduce_scatter(part, value.contiguous()).wait()
             return part
-        gives, takes = self._counted(move, counts, value, size)
-        if size == 1:
-            return value
         came = empty(sum(takes))
         group.exchange(came, value.contiguous(), gives, takes).wait()
         return came

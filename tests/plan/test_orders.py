@@ -15,7 +15,7 @@ from threed.features.pipeline.plan import communicate, expand
 from threed.planner import make_plan, make_table
 from threed.prediction.schedule_only import predict_bare
 from threed.program.analysis import Analysis
-from threed.program.instruction import Op
+from threed.program.instruction import COMPUTE, Op
 from threed.program.link import link, memory
 from threed.program.seam import seam_of
 from threed.program.show import grid, legend, timeline, unit_cost
@@ -178,6 +178,34 @@ def test_an_order_that_waits_for_itself():
     order[0] = [Task(kind, 0, m) for m in (0, 1) for kind in "FB"]
     with pytest.raises(PlanError, match=r"never run.*pp0 BACKWARD u\d+ m0; pp1 FORWARD u\d+ m1"):
         communicate(expand(order, table), table)
+
+
+LONG = ("parallel.pp=2", "train.global_batch_size=8", "train.eval_every=1", "model.layers=2",
+        "model.heads=64", "model.vocab=512", "model.seq_len=131072")
+
+
+@pytest.mark.parametrize("schedule", [name for name, each in SCHEDULES.items() if each.virtual == 1])
+@pytest.mark.parametrize("others", [
+    ("model.hidden=16384", "parallel.stage_units=[1, 3]"),
+    ("model.hidden=16384", "parallel.stage_units=[1, 3]", "activation.policy=full", "activation.offload=cpu"),
+    ("model.family=moe", "model.hidden=8192", "model.experts=8", "model.experts_per_token=2",
+     "model.expert_ffn_hidden=16384", "parallel.stage_units=[4, 4]", "zero.stage=3"),
+], ids=["embedding", "offload", "experts"])
+def test_many_flops(schedule, others):
+    """A step of more than 2^53 FLOPs, where the clock of `communicate` loses the time of a layer without
+    products to rounding: what that layer makes is still sent after it, and at once."""
+    plan = make_plan(load(None, [*LONG, f"parallel.schedule={schedule}", *others]))
+    table = plan.table
+    end = table.units_of(0)[-1]
+    assert 8 * sum(unit.forward_flops for unit in table.units) > 2 ** 53
+    assert not table.units[end].forward_flops
+    for name in ("train", "evaluate"):
+        program = plan.programs[name][0]
+        made, sent = ([index for index, item in enumerate(program) if item.op == op and item.unit == end
+                       and (op == Op.FORWARD or item.kind == "act")] for op in (Op.FORWARD, Op.SEND))
+        assert [program[index].microbatch for index in made] == [program[index].microbatch for index in sent]
+        assert all(not any(item.op in COMPUTE for item in program[first + 1:then])
+                   for first, then in zip(made, sent, strict=True))
 
 
 @pytest.mark.parametrize("name", [*(name for name, v in CASES if v < 3), "evaluate"])

@@ -43,8 +43,9 @@ def communicate(programs: Programs, table: Table) -> Programs:
     return [[event[-1] for event in sorted(events)] for events in _events(programs, table)]
 
 
-# (time, whether it is compute, sequence number, instruction). Sorted, the messages of one moment come before
-# the compute that waits for them.
+# (time, whether it comes among the compute of that moment, sequence number, instruction). Sorted, messages of
+# one moment come before the compute that waits for them. But late in a step of many FLOPs (from 2^53 on), the
+# time of a layer without matrix products is lost to rounding: its message comes behind it.
 _Event = tuple[float, bool, int, Instruction]
 
 
@@ -72,13 +73,14 @@ def _events(programs: Programs, table: Table) -> list[list[_Event]]:
                     break
                 mine.append((start, True, number, item))
                 now = start + takes
+                at_once = now == start
                 for value, reader in writes:
                     ready[value, microbatch] = now
                     if reader != position:
                         kind, unit = value
-                        mine.append((now, False, number + 1, Instruction(
+                        mine.append((now, at_once, number + 1, Instruction(
                             Op.SEND, unit, microbatch, kind, peer=reader)))
-                        events[reader].append((now, False, number + 2, Instruction(
+                        events[reader].append((now, at_once, number + 2, Instruction(
                             Op.RECV, unit, microbatch, kind, peer=position)))
                         number += 2
                 number += 1

@@ -49,7 +49,7 @@ def wrong_on_the_host(config: Config) -> str:
             made = clip(instruction, slots)
             calls.append(instruction)
             if engine.comm.rank == 1 and len(calls) == 2:
-                engine.states[3].gradient.values[5] += 1.0
+                engine.states[4].gradient.values[5] += 1.0
             return made
 
         engine.handlers[Op.CLIP] = handler
@@ -63,7 +63,7 @@ def wrong_on_the_host(config: Config) -> str:
 
 def test_a_wrong_gradient_on_the_host_is_named(fake_gpus):
     said = fake_gpus.run(wrong_on_the_host, tiny(*SMALL, *DP, *CPU, "run.verify_every=1"))
-    assert "step 1 was computed twice" in said and "of the gradient of p3" in said and "rank 1" in said
+    assert "step 1 was computed twice" in said and "of the gradient of p4" in said and "rank 1" in said
 
 
 # ---------------------------------------------------------------- threads, and another stream

@@ -28,7 +28,7 @@ BIAS = ["model.balance=bias", "model.router_score=sigmoid", "optimizer.balance_r
 CASES = {
     "zero3": ["parallel.ep=2", "zero.stage=3", *BIAS],
     "folded-zero3-zb-v-full": ["parallel.ep=4", "zero.stage=3", "parallel.schedule=zb-v",
-                               "activation.policy=full", "model.balance=sequence"],
+                               "activation.policy=full", "model.balance=sequence", "train.seed=1"],
     "groups-cpu-interleaved": ["parallel.dp=4", "parallel.tp=1", "parallel.sequence_parallel=false",
                                "parallel.ep=2", "zero.stage=3", "zero.shard_size=2", "offload.optimizer=cpu",
                                "parallel.schedule=interleaved", "parallel.virtual_stages=2"],

@@ -232,6 +232,9 @@ def test_imbalance():
     moe = load(None, ["model.family=moe", "parallel.dp=4", "parallel.ep=4", "train.global_batch_size=8"])
     even, uneven = (threed.predict(moe, "h100-sxm", imbalance=times)["step_time"] for times in (1, 2))
     assert even < uneven < 2 * even
-    for config, times, message in ((moe, 0.5, "at least 1"), (load(None, []), 2, "no experts")):
+    alone = load(None, ["model.family=moe", "parallel.dp=4", "train.global_batch_size=8"])
+    for config, times, costs, message in (
+            (moe, 0.5, None, "at least 1"), (load(None, []), 2, None, "no experts"),
+            (alone, 2, None, "parallel.ep is 1"), (moe, 2, "runs/of-it", "measured costs")):
         with pytest.raises(InputError, match=message):
-            threed.predict(config, imbalance=times)
+            threed.predict(config, "", costs, imbalance=times)

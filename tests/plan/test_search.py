@@ -68,7 +68,10 @@ def sums(table: Table) -> tuple[int, ...]:
     return (sum(unit.saved_bytes for unit in table.units), sum(len(unit.kernels) for unit in table.units),
             sum(each.numel for each in table.parameters.values()),
             sum(made.bytes for made, _ in trips), sum(trip.bytes for _, trip in trips),
-            sum(trip.times for _, trip in trips))
+            sum(trip.times for _, trip in trips), sum(unit.operand_bytes for unit in table.units),
+            sum(unit.forward_flops for unit in table.units), sum(len(unit.again) for unit in table.units),
+            *(sum(each for unit in table.units for axes in getattr(unit, what).values()
+                  for each in axes.values()) for what in ("traffic", "rings")))
 
 
 # ---------------------------------------------------------------- what stays fixed

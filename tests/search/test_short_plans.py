@@ -51,9 +51,21 @@ def test_experts(name):
         assert bounds.step_s(row.layout) + bounds.ends_s(row.layout) <= row.full_s * 1.000001, row
 
 
-def test_memory_of_experts():
+@pytest.mark.parametrize("layout", [
+    Layout(8, 1, 1, sequence_parallel=True, policy="full", ep=8),
+    Layout(2, 1, 4, "pp-tp-dp", sequence_parallel=True, ep=4, shard_size=4),
+    Layout(2, 2, 4, "dp-pp-tp", sequence_parallel=True, ep=4, shard_size=4)], ids=Layout.text)
+def test_bounds_of_experts(layout):
+    """What is sent once is not sent again; and ranks are as near to each other as on the layout's mesh."""
+    base = with_experts("model.moe_capacity=1.25")
+    step_s, bounds = full_s(config_of(layout, base), H100), Bounds(base, H100)
+    assert 0.5 * step_s < bounds.step_s(layout) + bounds.ends_s(layout) <= step_s * 1.000001
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_memory_of_experts(dtype):
     """The filter knows what experts need while they compute."""
-    rows = list(compared(with_experts(), H100, 5, 6, transient=Transient()))
+    rows = list(compared(with_experts(f"precision.dtype={dtype}"), H100, 5, 6, transient=Transient()))
     assert all(0.85 < row.fast_bytes / row.full_bytes < 1.2 for row in rows), [
         (row.layout.text(), row.fast_bytes / row.full_bytes) for row in rows]
 

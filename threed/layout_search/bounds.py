@@ -7,7 +7,6 @@ for. No step is shorter.
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from functools import lru_cache
@@ -56,12 +55,11 @@ class Bounds:
         return self._units[key]
 
     def cut(self, layout: Layout) -> MicroBatchCut:
-        axes = layout.axis_order.split("-")
-        inner = axes[axes.index("tp") + 1:] if layout.tp > 1 else ()
-        stride = math.prod(getattr(layout, axis) for axis in inner)
-        apart = layout.pp if layout.axis_order == "dp-pp-tp" and layout.ep > layout.tp else 1
-        return MicroBatchCut(layout.tp, stride, layout.sequence_parallel, layout.micro_batch_size,
-                             layout.policy, layout.every, layout.tile_linears, layout.ep, apart)
+        order = layout.axis_order
+        near = order.endswith("tp") and (layout.ep <= layout.tp or order == "pp-dp-tp")
+        mesh = None if near or layout.tp == layout.ep == 1 else (order, layout.pp, layout.dp)
+        return MicroBatchCut(layout.tp, layout.sequence_parallel, layout.micro_batch_size, layout.policy,
+                             layout.every, layout.tile_linears, layout.ep, mesh)
 
     def step_s(self, layout: Layout) -> float:
         """No step is shorter: all micro-batches of the busiest position; or, without messages, the last
@@ -177,7 +175,7 @@ class Bounds:
             for stage, (first, stop) in enumerate(split):
                 forward, backward, weight, again = (sum(column) for column in zip(*[
                     (unit.forward_s + unit.forward_wait_s, unit.backward_s + unit.backward_wait_s,
-                     unit.weight_s, unit.forward_s * unit.again) for unit in units[first:stop]], strict=True))
+                     unit.weight_s, unit.again_s * unit.again) for unit in units[first:stop]], strict=True))
                 busy[place[stage]] += forward + backward + again
                 last += weight * halves * (place[stage] == p - 1)
                 before += (forward + (backward - weight * halves)) * (stage < p - 1)

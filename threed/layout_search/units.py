@@ -34,6 +34,7 @@ class UnitCost(NamedTuple):
     forward_s: float
     backward_s: float
     weight_s: float  # the half of backward that computes gradients of weights
+    again_s: float  # of its RECOMPUTE, where it is computed again
     saved_bytes: int
     kept_bytes: int  # where it is computed again: of its input
     operand_bytes: int
@@ -50,14 +51,14 @@ class MicroBatchCut(NamedTuple):
     """How a micro-batch is cut, and what is kept of it."""
 
     tp: int
-    stride: int  # from a rank of tp to the next
     sequence_parallel: bool
     micro_batch_size: int
     policy: str
     every: int
     tiles: str | None = None  # most bytes of a tile
     ep: int = 1
-    apart: int = 1  # pipeline positions between neighbours of a run of ep, if it is longer than tp
+    # The mesh, (axis order, pp, dp), where neighbours of tp or in a run of ep are not next to each other
+    mesh: tuple[str, int, int] | None = None
 
 
 class Units:
@@ -128,8 +129,7 @@ class Units:
     def _price(self, cut: MicroBatchCut) -> list[UnitCost]:
         config = copied(self.reduced)
         parallel = config.parallel
-        parallel.tp, parallel.axis_order = cut.tp, "pp-dp-tp" if cut.stride == 1 else "pp-tp-dp"
-        parallel.dp, parallel.ep = cut.stride * self.full.dp * cut.ep, cut.ep  # so that ep divides dp x tp
+        parallel.tp, parallel.dp, parallel.ep = cut.tp, self.full.dp * cut.ep, cut.ep  # ep divides dp x tp
         parallel.sequence_parallel = cut.sequence_parallel
         config.train.micro_batch_size = cut.micro_batch_size
         config.train.global_batch_size = cut.micro_batch_size * config.dp
@@ -138,21 +138,21 @@ class Units:
         table = make_table(config, (0,))
         if cut.policy == "full":
             table = mark(table, worthwhile(table))
-        if cut.apart > 1:
+        if cut.mesh is not None:
             config = copied(config)
-            parallel = config.parallel
-            parallel.pp, parallel.axis_order = cut.apart, "dp-pp-tp"
+            config.parallel.axis_order, config.parallel.pp, config.parallel.dp = cut.mesh
         price = cost(Plan(table, {}, config), self.hardware)
         self.act_bytes[cut] = table.act_bytes
 
         def unit(index: int) -> UnitCost:
             each = table.units[index]
-            forward_s, backward_s, weight_s = (price(0, Instruction(op, index, 0)) for op in
-                                               (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_WEIGHT))
+            forward_s, backward_s, weight_s, again_s = (price(0, Instruction(op, index, 0)) for op in (
+                Op.FORWARD, Op.BACKWARD, Op.BACKWARD_WEIGHT, Op.RECOMPUTE))
             logits = each.saved_bytes - each.operand_bytes if index == table.last else 0
-            return UnitCost(forward_s, backward_s, weight_s, each.saved_bytes,
+            return UnitCost(forward_s, backward_s, weight_s, again_s, each.saved_bytes,
                             table.size(Slot("kept", index)), each.operand_bytes, each.recompute,
-                            sum(handed.bytes for handed in each.makes), logits, _temporary_bytes(each))
+                            sum(handed.bytes for handed in each.makes), logits,
+                            _temporary_bytes(each, table.elements.param))
 
         few = _with_waits(table, [unit(index) for index in range(len(table.units))], price)
         units = [few[kind] for kind in self.same]
@@ -161,11 +161,12 @@ class Units:
         return units
 
 
-def _temporary_bytes(unit: ComputeUnit) -> int:
+def _temporary_bytes(unit: ComputeUnit, element: int) -> int:
     """About what the kernels of a unit need: a third of its operands. The rows that came to experts are
-    computed in fp32, gradients beside them: ten times what is saved, as torch measures it."""
+    computed in fp32, gradients beside them: ten times what is saved of 16 bits, as torch measures it.
+    `element`: bytes of a number of what is saved."""
     experts = any(read.came for read in unit.reads) and unit.operand_bytes > 0
-    return 10 * unit.saved_bytes if experts else unit.operand_bytes // 3
+    return 20 * unit.saved_bytes // element if experts else unit.operand_bytes // 3
 
 
 def _with_waits(table: Table, units: list[UnitCost], price: Cost) -> list[UnitCost]:
@@ -186,8 +187,8 @@ def _with_waits(table: Table, units: list[UnitCost], price: Cost) -> list[UnitCo
                       if any(read.unit == u and read.name in come for read in other.reads))
         between = units[u + 1:reader]
         forth_s -= sum(other.forward_s for other in between)
-        back_s -= units[u].forward_s * units[u].again + sum(
-            other.backward_s + other.forward_s * other.again for other in between)
+        back_s -= units[u].again_s * units[u].again + sum(
+            other.backward_s + other.again_s * other.again for other in between)
         result[u] = units[u]._replace(forward_wait_s=max(0.0, forth_s), backward_wait_s=max(0.0, back_s))
     return result
 

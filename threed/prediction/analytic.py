@@ -79,7 +79,8 @@ def uneven(table: Table) -> set[int]:
     units = table.units
     return {index for index, unit in enumerate(units) for read in unit.reads
             for made in units[read.unit].makes
-            if made.trip and made.trip.becomes == read.name and depends(made, units[read.unit])}
+            if made.trip and made.trip.ranks > 1 and made.trip.becomes == read.name
+            and depends(made, units[read.unit])}
 
 
 @remembered(lambda *about: about)

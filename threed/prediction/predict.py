@@ -66,8 +66,8 @@ def priced(analysis: Analysis, hardware: str, costs: str | Path | None,
         raise InputError(f"imbalance={imbalance:g}: give a number of at least 1, the rows of the busiest "
                          "rank over those of balanced ones")
     if imbalance != 1 and not uneven(plan.table):
-        raise InputError(f"imbalance={imbalance:g}: the model has no experts, whose rows could be uneven; "
-                         "leave it out")
+        raise InputError(f"imbalance={imbalance:g}: no rows go to experts of other ranks (parallel.ep is 1, "
+                         "or the model has no experts); leave it out")
     if imbalance != 1 and costs is not None:
         raise InputError(f"imbalance={imbalance:g}: measured costs have that of their run; leave one of the "
                          "two out")

@@ -47,10 +47,11 @@ def _of_slot(table: Table, instruction: Instruction) -> int:
 
 def times_of(table: Table, instruction: Instruction) -> int:
     """How many messages an instruction that communicates stands for: 1, but where units are merged."""
-    if not instruction.of_slot or instruction.op == Op.RELEASE or instruction.kind in PARTS:
+    if not instruction.of_slot or instruction.kind in PARTS:
         return 1
     trip = move_of(instruction, table).handed.trip
-    return 1 if trip is None else trip.times
+    assert trip is not None
+    return trip.times
 
 
 def _reduced_bytes(table: Table, unit: ParameterUnit, step: Reduction) -> int:

@@ -148,7 +148,7 @@ def test_an_expert_that_is_missing_is_named_with_its_file(kind, tmp_path):
     source, (block, *_, down) = folder(tmp_path / "theirs", described(kind)), NAMES[kind]
     lost = f"model.layers.1.{block}.experts.2.{down}.weight"
     change(source, **{lost: None})
-    refused(source, tmp_path / "run", f"{lost} is missing in model.safetensors: fetch that file again")
+    refused(source, tmp_path / "run", f"{lost} is missing in model.safetensors: take it and config.json from")
 
 
 def test_an_expert_is_missing_in_the_file_of_the_index(tmp_path):
@@ -161,7 +161,7 @@ def test_an_expert_is_missing_in_the_file_of_the_index(tmp_path):
         places |= dict.fromkeys(half, name)
         save_file({key: value for key, value in half.items() if key != lost}, source / name)
     (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
-    refused(source, tmp_path / "run", f"{lost} is missing in {places[lost]}")
+    refused(source, tmp_path / "run", f"{lost} is missing in {places[lost]}: fetch that file again")
 
 
 def test_stacked_experts_of_another_shape_and_twice(tmp_path):

@@ -118,3 +118,11 @@ def test_other_numbers_of_experts_in_other_blocks():
     ("parallel.moe_expert_parallel_size", "use parallel.ep")])
 def test_what_a_key_is_here(key, instead):
     assert instead in (ours(key) or "")
+
+
+def test_capacity_is_said_to_be_another():
+    experts = "--num-experts 8 --swiglu --disable-bias-linear"
+    done = subject.megatron(f"{experts} --moe-expert-capacity-factor 1.25", [])
+    assert "here of each sequence" in done.why["model.moe_capacity"]
+    without = subject.megatron(f"{experts} --moe-token-drop-policy position", [])
+    assert "no token is dropped" in without.dropped["--moe-token-drop-policy"]

@@ -71,7 +71,10 @@ def results(engine: Engine, instruction: Instruction, slots: Slots) -> Iterator[
 
 def numbers(engine: Engine, slot: Slot, slots: Slots) -> tuple[torch.Tensor, ...]:
     """A slot's tensor; of rows that have numbers in fp32 behind their own, both."""
-    values, name = slots.get(slot), engine.plan.table.handed.get(slot.kind)
+    values = slots.get(slot)
+    if slot.kind in _TENSORS:
+        return (values,)
+    name = engine.plan.table.handed.get(slot.kind)
     extra = next((way.extra for layer in engine.pipeline.layers.get(slot.unit, ())
                   for leaves, way in layer.travels.items()
                   if isinstance(way, Exchanged) and name in (leaves, way.becomes)), 0)

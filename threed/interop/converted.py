@@ -191,10 +191,11 @@ def _take_default(done: Converted, name: str, row: Key | None, value: Any, given
 
 
 def _usual(key: str, done: Converted) -> Any:
-    """The default of a key of ours, which may be one of the family's alone."""
-    family, name = done.values.get("model.family", ""), key.removeprefix("model.")
-    alone = family in FAMILIES and not hasattr(Config().model, name) and key.startswith("model.")
-    return getattr(FAMILIES[family].config(), name) if alone else get(Config(), key)
+    """The default of a key of ours, which may be that of the family."""
+    if not key.startswith("model."):
+        return get(Config(), key)
+    family = FAMILIES[done.values.get("model.family", Config().model.family)]
+    return getattr(family.config(), key.removeprefix("model."))
 
 
 def inline(value: Any) -> str:

@@ -15,7 +15,10 @@ _NAMES = """
     preset_model moe_layer_pattern expert_pattern router_pattern expert_w1 expert_w2 expert_w3
     num_experts_attr top_k_attr has_shared_experts shared_experts_pattern
 """
-_WAYS = "use_grouped_mm disable_triton_grouped_mm combine_impl validate_folding_routing"
+_WAYS = """
+    use_grouped_mm disable_triton_grouped_mm combine_impl validate_folding_routing async_split_plan
+    row_weighting_impl gate_up_impl comm_backend comm_num_sm comm_qp_margin comm_max_tokens_per_rank
+"""
 
 
 def _with_experts(take: Callable[[Any, Given], Any] = lambda value, _: value) -> Callable[[Any, Given], Any]:

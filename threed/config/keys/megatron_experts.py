@@ -105,10 +105,9 @@ def _capacity(value: Any, _: Given) -> Any:
     return value
 
 
-def _drops(value: Any, _: Given) -> Any:
-    if value != "probs":
-        raise Refused("threed drops tokens by weight, not by position: moe_token_drop_policy=probs")
-    raise Dropped("as threed does it")
+def _drops(_: Any, given: Given) -> Any:
+    _capacity(given.get("moe_expert_capacity_factor"), given)
+    raise Refused("threed drops tokens by weight, not by position: moe_token_drop_policy=probs")
 
 
 def _refused(why: str) -> Callable[[Any, Given], Any]:
@@ -201,8 +200,8 @@ KEYS = (
     Key("moe_aux_loss_coeff", "model.balance_weight", with_experts(_weight)),
     Key("moe_z_loss_coeff", "model.z_loss", with_experts()),
     Key("moe_router_force_load_balancing", "model.moe_route=balanced", with_experts(lambda *_: "balanced")),
-    Key("moe_expert_capacity_factor", "model.moe_capacity (of each sequence, not of a rank's micro-batch)",
-        with_experts(_capacity)),
+    Key("moe_expert_capacity_factor",
+        "model.moe_capacity (there of a rank's micro-batch, here of each sequence)", with_experts(_capacity)),
     Key("moe_token_drop_policy", "model.moe_capacity (by weight)", with_experts(_drops), ("probs",)),
     Key("moe_layer_recompute", NO_KEY + "activation.policy says what is computed again"),
     *(Key(name, NO_KEY + "threed has one way to do it") for name in _WAYS.split()),

@@ -191,8 +191,10 @@ def _unlike(ours: str, asked: Mapping[str, tuple[int, ...]], files: Files) -> It
     for name, shape in asked.items():
         entry = files.entries.get(name)
         if entry is None:
-            place = places.get(name, alone)
-            yield (f"{name} is missing" + f" in {place}: fetch that file again" * bool(place)
+            # Without an index the file may be whole, and config.json that of another model.
+            where = (f" in {places[name]}: fetch that file again" if name in places else
+                     f" in {alone}: take it and config.json from one place" if alone else "")
+            yield (f"{name} is missing{where}"
                    + "; if the head's matrix is the word embedding, give model.tie_embeddings=true"
                    * (name == TIED))
         elif entry.shape != shape:

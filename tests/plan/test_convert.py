@@ -396,7 +396,8 @@ def test_bad_options(text, words):
 
 @pytest.mark.parametrize("text, name", [
     ("--num-experts 8 --moe-token-drop-policy position --moe-expert-capacity-factor 1 --swiglu "
-     "--disable-bias-linear", "--moe-token-drop-policy"), ("--context-parallel-size 2", "--context-parallel-size"),
+     "--disable-bias-linear", "--moe-token-drop-policy"),
+    ("--context-parallel-size 2", "--context-parallel-size"),
     ("--fp8-format hybrid", "--fp8-format"), ("--data-path a b", "--data-path"),
     ("--qk-layernorm", "--qk-layernorm"), ("--reset-position-ids", "--reset-position-ids"),
     ("--load other --save mine", "--load"), ("--lr-decay-style inverse-square-root", "--lr-decay-style"),

@@ -94,7 +94,8 @@ SETTINGS: dict[str, dict[object, list[str]]] = {
     "sequence_parallel": {False: [], True: ["parallel.sequence_parallel=true"]},
     "tied": {False: ["model.tie_embeddings=false"], True: ["model.tie_embeddings=true"]},
     "shard_groups": {False: [], True: []},  # a matter of the mesh
-    "experts": {"none": [], "one": EXPERTS, "ep": [*EXPERTS, "parallel.ep=2"]},
+    "experts": {"none": [], "one": EXPERTS, "ep": [*EXPERTS, "parallel.ep=2"],
+                "pair": [*EXPERTS, "parallel.ep=2", "parallel.pair=true"]},
 }
 # What these need on two positions; the others take 3, or 2 on the larger mesh of shard groups.
 MICROBATCHES = {"file": 2, **{name: row.least(2) for name, row in SCHEDULES.items() if row.least(2) > 3}}

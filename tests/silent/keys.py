@@ -193,6 +193,7 @@ KEYS: dict[str, Row | str] = {
     "parallel.activation_limit": "tests/plan/test_auto.py::test_auto_in_a_plan",
     "parallel.sequence_parallel": (plan, TP, True),
     "parallel.ep": (plan, [*EXPERTS, *DP], 2),
+    "parallel.pair": (plan, [*EXPERTS, *DP, "parallel.ep=2"], True),
     "parallel.split_messages": (plan, [*PP, *TP], "on"),
     "parallel.axis_order": (plan, [*DP, *TP], "tp-dp-pp"),
     "parallel.layers_per_unit": (plan, [], 2),

@@ -27,7 +27,9 @@ class Cell(NamedTuple):
     sequence_parallel: bool
     tied: bool
     shard_groups: bool  # whether dp is cut into several shard groups
-    experts: str = "none"  # none, one (a rank has all experts of a block), ep (several ranks have them)
+    # none, one (a rank has all experts of a block), ep (several ranks have them), pair (as ep, and a forward
+    # and a backward are computed together)
+    experts: str = "none"
 
     @property
     def id(self) -> str:
@@ -49,13 +51,15 @@ class Cell(NamedTuple):
         if activation.offload == "cpu":
             kept = "cpu"
         experts = "one" if isinstance(config.model, ExpertsConfig) else "none"
+        if parallel.ep > 1:
+            experts = "ep"
         return cls("file" if parallel.schedule.startswith("file:") else parallel.schedule, config.zero.stage,
                    _offload(config), kept, config.precision.dtype, parallel.sequence_parallel,
                    config.model.tie_embeddings, config.shard_size < config.data_ranks,
-                   "ep" if parallel.ep > 1 else experts)
+                   "pair" if parallel.pair else experts)
 
 
-_EXPERTS = {"none": "dense", "one": "experts", "ep": "ep"}  # words of a cell's name
+_EXPERTS = {"none": "dense", "one": "experts", "ep": "ep", "pair": "pair"}  # words of a cell's name
 
 
 def _offload(config: Config) -> str:
@@ -83,6 +87,7 @@ class Rule(NamedTuple):
     problem: Problem
 
 
+_UNPAIRED = tuple(name for name, row in SCHEDULES.items() if not row.paired)
 RULES = (
     Rule(lambda cell: cell.stage == 0 and cell.shard_groups, Problem.of(
         "zero.shard_size", " below parallel.dp needs zero.stage of at least 1: at stage 0 nothing is "
@@ -93,6 +98,10 @@ RULES = (
     Rule(lambda cell: cell.offload.endswith("+parameters") and cell.stage < 3, Problem.of(
         "offload.parameters", " needs zero.stage=3: below it every device holds whole parameters all the "
         "time")),
+    Rule(lambda cell: cell.experts == "pair" and cell.schedule in _UNPAIRED, Problem.of(
+        "parallel.pair", "=true computes a forward and a backward together, and a schedule that runs all "
+        f"forwards first ({', '.join(_UNPAIRED)}) has none that are neighbours; choose another "
+        "parallel.schedule: zb-v and dualpipe-v gain most for the memory that they take")),
 )
 
 

@@ -9,7 +9,7 @@ from itertools import accumulate
 from threed.base.errors import Problem
 from threed.base.mesh import FOLDS, axes_of, fold_problem
 from threed.base.remember import remembered
-from threed.models.tiling import counts_rows, folds_of, model_key, together, unit_layers
+from threed.models.tiling import counts_rows, folds_of, layers_of, model_key, together, unit_layers
 from threed.schedules.orders import SCHEDULES
 from threed.schema import Config
 
@@ -47,6 +47,17 @@ def check_folds(config: Config) -> Iterator[Problem]:
         elif size != 1 and axis not in folds:
             yield Problem.of(f"parallel.{axis}", f"={size}: model.family={config.model.family} has no "
                              f"parameters that are cut over {axis}; leave it out")
+
+
+def check_pair(config: Config) -> Iterator[Problem]:
+    """There is something that travels while others compute."""
+    if not config.parallel.pair or config.model.own_layers:
+        return
+    sizes = {**config.axis_sizes, **config.fold_sizes}
+    if all(sizes.get(way.over, 2) == 1 for layer in layers_of(config) for way in layer.travels.values()):
+        ep = ": raise parallel.ep" if folds_of(config) else ""
+        yield Problem.of("parallel.pair", "=true lets tensors travel between ranks while others are computed, "
+                         f"and none travels here{ep}; or leave it out")
 
 
 def check_stages(config: Config) -> Iterator[Problem]:

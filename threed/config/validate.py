@@ -14,7 +14,7 @@ from threed.base.mesh import axes_of
 from threed.base.quantity import parse_bytes
 from threed.config.contract import Cell, refusal
 from threed.config.own_layers import unused
-from threed.config.stages import check_folds, check_parallel, check_stages
+from threed.config.stages import check_folds, check_pair, check_parallel, check_stages
 from threed.config.suits import check_data, check_monitor
 from threed.config.values import check_values
 from threed.models.check import unsound
@@ -37,7 +37,7 @@ def validate(config: Config, world_size: int | None = None) -> list[Problem]:
         of_layers = unsound(config.model) or ([] if of_model else list(_check_tiling(config)))
         problems += [*of_model, *of_layers, *check_parallel(config, world_size)]
         sound = not of_layers and not (of_model and config.model.tile_linears is not None)
-        problems += [*check_folds(config), *check_stages(config)] if sound else []
+        problems += [*check_folds(config), *check_pair(config), *check_stages(config)] if sound else []
     problems += _check_batch(config) if not wrong & {"train", "parallel", "data"} else []
     problems += check_data(config) if not wrong & {"data", "run"} else []
     problems += _check_schedule(config) if not wrong & {"train", "optimizer"} else []

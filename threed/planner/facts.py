@@ -17,7 +17,7 @@ from threed.base.quantity import BYTES, add_up
 from threed.base.remember import remembered
 from threed.config.stages import stage_runs
 from threed.features.offload import plan as offload
-from threed.features.pipeline.parts import cut, settings
+from threed.features.pipeline.parts import NODE_RANKS, cut, settings
 from threed.features.zero import plan as zero
 from threed.features.zero.shard import FlatLayout, layout
 from threed.models.layers.base import Layer
@@ -37,7 +37,14 @@ from threed.planner.unit_kinds import (
 from threed.program.costs import load_costs
 from threed.program.entries import ComputeUnit, Handed, ParameterUnit, Reduction
 from threed.program.instruction import Instruction, Op, Tier
-from threed.program.settings import ActivationSettings, Elements, LogitsSettings, UpdateSettings, ZeroSettings
+from threed.program.settings import (
+    ActivationSettings,
+    Elements,
+    LogitsSettings,
+    PairSettings,
+    UpdateSettings,
+    ZeroSettings,
+)
 from threed.program.simulate import cost_of
 from threed.program.table import Table
 from threed.schedules.split import split_stages
@@ -118,7 +125,7 @@ def make_table(config: Config, place: tuple[int, ...]) -> Table:
                   for unit, stage, mine in zip(_compute_units(config), stage_of, used, strict=True))
     units = _on_mesh(config, units, model_layers)
     table = Table(units, {}, place, config.num_microbatches, _act_bytes(config), _elements(config),
-                  _zero(config), _activation(config), _update(config))
+                  _zero(config), _activation(config), _update(config), pair=_pair(config, units))
     ordinary = _Shared.of(config, table.elements)
     parameters = {}
     for index, laid in laid_out.items():
@@ -236,6 +243,24 @@ def _update(config: Config) -> UpdateSettings:
     return UpdateSettings(OPTIMIZERS[config.optimizer.name].buffers,
                           config.precision.dtype != "fp32" and config.precision.master == "fp32",
                           config.offload.delayed_update, background)
+
+
+# FLOPs that a GPU computes while it sends a byte to another of its node, and of another node: an H100 reaches
+# 400 TFLOPS, 400 GB/s and 50 GB/s. (A plan does not look at a machine.)
+FLOPS_A_BYTE, FLOPS_A_FAR_BYTE = 1000.0, 8000.0
+
+
+def _pair(config: Config, units: Sequence[ComputeUnit]) -> PairSettings | None:
+    """By what the two of a pair are put in order."""
+    if not config.parallel.pair:
+        return None
+    costs, mesh = unit_costs(config), make_mesh(config)
+    # In what `costs` are: seconds of a run, or FLOPs
+    rate = sum(map(sum, costs)) / sum(3 * (unit.forward_flops + 1) for unit in units)
+    groups = {each.trip.over: mesh.group(each.trip.over, 0) for unit in units for each in unit.makes if each.trip}
+    far = {group: len({rank // NODE_RANKS for rank in ranks}) > 1 for group, ranks in groups.items()}
+    return PairSettings(tuple(costs), {group: rate * (FLOPS_A_FAR_BYTE if far[group] else FLOPS_A_BYTE)
+                                       for group in sorted(groups)})
 
 
 def _send_home(config: Config, parameters: dict[int, ParameterUnit]) -> None:

@@ -15,6 +15,7 @@ from threed.features.activation import plan as activation
 from threed.features.offload import plan as offload
 from threed.features.pipeline.parts import in_parts
 from threed.features.pipeline.plan import communicate, expand
+from threed.features.travel.pair import pair
 from threed.features.travel.plan import travel
 from threed.features.zero import plan as zero
 from threed.program.instruction import Programs
@@ -46,6 +47,7 @@ MESSAGES = (
 # The passes of a training step, after its forwards and backwards have been expanded.
 STEP = (
     Pass("recompute", activation.recompute),
+    Pass("pair", pair),
     Pass("partition", activation.partition),
     Pass("offload activations", activation.offload),
     *MESSAGES,

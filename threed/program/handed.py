@@ -65,6 +65,20 @@ def _gradients(handed: Iterable[Slot]) -> tuple[Slot, ...]:
     return tuple(map(gradient_of, handed))
 
 
+def leaving(item: Instruction, table: Table) -> list[Instruction]:
+    """What takes the tensors that a compute instruction makes, or their gradients, to other ranks: directly
+    behind it. First what has no gradient: it may say how many rows of the others travel."""
+    unit = table.units[item.unit]
+    if item.op == Op.FORWARD:
+        made = sorted(unit.makes, key=lambda each: (each.grad, bool(each.trip and each.trip.counts)))
+        return [Instruction(Op(each.trip.by), item.unit, item.microbatch, each.name, group=each.trip.over)
+                for each in made if each.trip is not None]
+    came = [read for read in unit.reads if read.came and item.op in (Op.BACKWARD, Op.BACKWARD_INPUT)]
+    return [Instruction(back(each.trip.by), read.unit, item.microbatch, gradient_kind(read.name),
+                        group=each.trip.over) for read in came for each in table.units[read.unit].makes
+            if each.trip is not None and each.trip.becomes == read.name]
+
+
 class Move(NamedTuple):
     """What an instruction takes to other ranks."""
 

@@ -67,6 +67,15 @@ WHOLE_MESSAGES = MessageSettings()
 
 
 @dataclass(frozen=True)
+class PairSettings:
+    """What computation and exchanges cost, in one unit: the pass of features/travel/pair puts them in order
+    by it."""
+
+    units: tuple[tuple[float, float, float], ...]  # of each: forward, input half, weights' half
+    byte: dict[str, float]  # group -> of a byte that a rank sends over it
+
+
+@dataclass(frozen=True)
 class LogitsSettings:
     """What the program `generate` makes: logits of the last token of each sequence, in the units of the head
     (a head that is cut into tiles is several)."""

@@ -19,6 +19,7 @@ from threed.program.settings import (
     Elements,
     LogitsSettings,
     MessageSettings,
+    PairSettings,
     UpdateSettings,
     ZeroSettings,
 )
@@ -41,6 +42,7 @@ class Table:
     logits: LogitsSettings | None = None  # None: no program makes any
     trains: bool = True  # False: no program trains, and there are no gradients
     messages: MessageSettings = WHOLE_MESSAGES
+    pair: PairSettings | None = None  # None: forwards and backwards are computed one after the other
 
     @property
     def num_positions(self) -> int:

@@ -39,6 +39,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 
@@ -58,12 +59,12 @@ def gpipe(p: int, m: int, v: int = 1) -> Order:
     return [[Task(kind, position, k) for kind in "FB" for k in range(m)] for position in range(p)]
 
 
-def one_f_one_b(p: int, m: int, v: int = 1, most: int | None = None) -> Order:
+def one_f_one_b(p: int, m: int, v: int = 1, most: int | None = None, more: int = 0) -> Order:
     """Narayanan et al. 2021 (PipeDream-Flush). With `most`, a position keeps at most that many micro-batches,
-    and waits instead."""
+    and waits instead. With `more`, it keeps so many more than it needs."""
     order = []
     for position in range(p):
-        ahead = min(p - position - 1, m, m if most is None else most - 1)
+        ahead = min(p - position - 1 + more, m, m if most is None else most - 1)
         tasks = [Task("F", position, k) for k in range(ahead)]
         for k in range(m):
             tasks += [Task("F", position, ahead + k)] if ahead + k < m else []
@@ -72,9 +73,9 @@ def one_f_one_b(p: int, m: int, v: int = 1, most: int | None = None) -> Order:
     return order
 
 
-def zb_h1(p: int, m: int, v: int = 1) -> Order:
-    """Qi et al. 2024, handcrafted: as much memory as 1F1B."""
-    return _zero_bubble(p, m, 1)
+def zb_h1(p: int, m: int, v: int = 1, more: int = 0) -> Order:
+    """Qi et al. 2024, handcrafted: as much memory as 1F1B. With `more`, so many micro-batches more."""
+    return _zero_bubble(p, m, 1, more)
 
 
 def zb_h2(p: int, m: int, v: int = 1) -> Order:
@@ -82,10 +83,10 @@ def zb_h2(p: int, m: int, v: int = 1) -> Order:
     return _zero_bubble(p, m, 2)
 
 
-def _zero_bubble(p: int, m: int, times: int) -> Order:
+def _zero_bubble(p: int, m: int, times: int, more: int = 0) -> Order:
     order = []
     for position in range(p):
-        ahead, late = min(times * (p - position - 1), m), times * position
+        ahead, late = min(times * (p - position - 1) + more, m), times * position
         tasks = [Task("F", position, k) for k in range(ahead)]
         for k in range(m):
             tasks += [Task("F", position, ahead + k)] if ahead + k < m else []
@@ -304,19 +305,22 @@ class Schedule:
     virtual: int | None = 1  # stages a position; None: any number of at least 2, from parallel.virtual_stages
     least: Callable[[int], int] = lambda p: 1  # p -> the least number of micro-batches
     alone: str = "1f1b"  # where `virtual` is None: the schedule that it equals with one stage a position
+    # The order for parallel.pair, where `make` runs too few forwards ahead for pairs; False: it has none,
+    # since all forwards come before all backwards
+    paired: Callable[[int, int, int], Order] | bool = True
 
 
 SCHEDULES: dict[str, Schedule] = {
-    "gpipe": Schedule(gpipe),
-    "1f1b": Schedule(one_f_one_b),
+    "gpipe": Schedule(gpipe, paired=False),
+    "1f1b": Schedule(one_f_one_b, paired=partial(one_f_one_b, more=1)),
     "interleaved": Schedule(interleaved, virtual=None),
-    "zb-h1": Schedule(zb_h1),
+    "zb-h1": Schedule(zb_h1, paired=partial(zb_h1, more=1)),
     "zb-h2": Schedule(zb_h2),
     "zb-v": Schedule(zb_v, vee, 2),
     "v-half": Schedule(v_half, vee, 2),
     "v-min": Schedule(v_min, vee, 2),
     "dualpipe-v": Schedule(dualpipe_v, vee, 2, lambda p: 2 * p),
-    "breadth-first": Schedule(breadth_first, virtual=None, alone="gpipe"),
+    "breadth-first": Schedule(breadth_first, virtual=None, alone="gpipe", paired=False),
 }
 
 

@@ -8,7 +8,9 @@ from typing import NamedTuple
 
 from threed.base.errors import PlanError
 from threed.program.forms import Forms
+from threed.program.handed import leaving, move_of
 from threed.program.instruction import COMPUTE, Instruction, Op, Programs
+from threed.program.pair_costs import cost_in_pair
 from threed.program.table import Table
 from threed.schedules.orders import Order
 
@@ -53,6 +55,7 @@ def _events(programs: Programs, table: Table) -> list[list[_Event]]:
     """Walk all positions together with a clock (compute takes time in proportion to its FLOPs, messages take
     none). The events of each position."""
     clock = [0.0] * len(programs)
+    lanes: list[dict[str, float]] = [{} for _ in programs]  # until when each is busy with what travels
     heads = [0] * len(programs)
     ready: dict[tuple[_Value, int], float] = {}  # a value of a micro-batch -> when it is there
     events: list[list[_Event]] = [[] for _ in programs]
@@ -64,7 +67,7 @@ def _events(programs: Programs, table: Table) -> list[list[_Event]]:
             now, head, mine = clock[position], heads[position], events[position]
             while head < len(program):
                 item = program[head]
-                takes, reads, writes = passing[position][head]
+                takes, reads, writes, leaves = passing[position][head]
                 microbatch, start = item.microbatch, now
                 for value in reads:
                     at = ready.get((value, microbatch), math.inf)
@@ -83,6 +86,9 @@ def _events(programs: Programs, table: Table) -> list[list[_Event]]:
                         events[reader].append((now, at_once, number + 2, Instruction(
                             Op.RECV, unit, microbatch, kind, peer=position)))
                         number += 2
+                for value, lane, travels in leaves:
+                    lanes[position][lane] = max(now, lanes[position].get(lane, 0.0)) + travels
+                    ready[value, microbatch] = lanes[position][lane]
                 number += 1
                 head += 1
                 moved = True
@@ -91,7 +97,7 @@ def _events(programs: Programs, table: Table) -> list[list[_Event]]:
     return events
 
 
-_Value = tuple[str, int]  # act or grad, which one unit makes for another; the unit
+_Value = tuple[str, int]  # act or grad, or what has travelled, which one unit makes for another; the unit
 
 
 class _Passing(NamedTuple):
@@ -100,20 +106,30 @@ class _Passing(NamedTuple):
     takes: float  # how long it computes
     reads: tuple[_Value, ...]
     writes: tuple[tuple[_Value, int], ...]  # with the position of the unit that reads it
+    leaves: tuple[tuple[_Value, str, float], ...]  # what comes of what travels; the lane; how long it takes
 
 
 def _passing(program: Sequence[Instruction], table: Table, position: int) -> list[_Passing]:
     """Of each instruction."""
     forms = Forms(table).of(program, position)
-    known = {}
-    for form in dict.fromkeys(forms):
+    known, costs = {}, table.pair is not None
+    behind = {form: leaving(form.item, table) if costs and form.item.op in COMPUTE else []
+              for form in dict.fromkeys(forms)}
+    travelled = {(slot.kind, slot.unit) for items in behind.values() for slot in
+                 (move_of(item, table).target for item in items)}
+    for form, items in behind.items():
         item, takes = form.item, 0.0
         if item.op in COMPUTE:
-            takes = _cost(item.op, table.units[item.unit].forward_flops)
+            takes = cost_in_pair(item, table) if costs else _cost(
+                item.op, table.units[item.unit].forward_flops)
         reads, writes = (tuple((slot.kind, slot.unit) for slot in slots if slot.kind in ("act", "grad"))
                          for slots in (form.effect.reads, form.effect.writes))
+        reads += tuple((slot.kind, slot.unit) for slot in form.effect.reads
+                       if (slot.kind, slot.unit) in travelled)
         readers = tuple(table.position(unit + (kind == "act")) for kind, unit in writes)
-        known[form] = _Passing(takes, reads, tuple(zip(writes, readers, strict=True)))
+        moves = [(move_of(each, table).target, each) for each in items]
+        known[form] = _Passing(takes, reads, tuple(zip(writes, readers, strict=True)), tuple(
+            ((slot.kind, slot.unit), each.group, cost_in_pair(each, table)) for slot, each in moves))
     return [known[form] for form in forms]
 
 

@@ -151,14 +151,16 @@ def _gather(program: Program, table: Table, position: int, known: Forms) -> Prog
 
 
 def _capacity(table: Table, position: int) -> int:
-    """How many windowed units may be resident, besides those that are gathered ahead."""
+    """How many windowed units may be resident, besides those that are gathered ahead: as many for each of two
+    runs that are computed together."""
+    runs = 1 if table.pair is None else 2
     if isinstance(table.zero.residency, int):
-        return table.zero.residency
+        return runs * table.zero.residency
     of_stage: dict[int, set[int]] = defaultdict(set)
     for unit in table.units_of(position):
         of_stage[table.units[unit].stage].update(p for p in table.units[unit].parameters
                                                  if not table.parameters[p].whole)
-    return max(map(len, of_stage.values()))
+    return runs * max(map(len, of_stage.values()))
 
 
 def window(uses: list[tuple[int, list[int]]], capacity: int, prefetch: int, gathers: dict[int, list[int]],

@@ -1,0 +1,42 @@
+"""parallel.pair moves instructions and changes no value: paired equals unpaired to the bit."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.harness import assert_contract, loopback, same_bits
+from tests.loopback.test_experts import BIAS, FULL, MESHES, PP, SHARED, SP, moe
+from threed.planner import make_plan
+from threed.program.instruction import BACKWARDS, Op
+from threed.schedules.orders import SCHEDULES
+
+PAIR, LONG = "parallel.pair=true", ["model.layers=4", "train.global_batch_size=12"]
+CELLS = {
+    **{name: [f"parallel.schedule={name}", f"zero.stage={index % 4}",
+              *(["parallel.virtual_stages=2"] if row.virtual is None else [])]
+       for index, (name, row) in enumerate(SCHEDULES.items()) if row.paired},
+    "auto": ["parallel.schedule=auto", "zero.stage=2"],
+    **{f"zero-{stage}": ["parallel.schedule=zb-v", f"zero.stage={stage}", *SHARED] for stage in range(4)},
+    "full": ["parallel.schedule=dualpipe-v", *FULL, "zero.stage=3"],
+    "full-1f1b": ["parallel.schedule=1f1b", *FULL, *SHARED],
+    "bf16": ["parallel.schedule=zb-h1", "precision.dtype=bf16", *BIAS],
+    "bf16-full": ["parallel.schedule=interleaved", "parallel.virtual_stages=2", "precision.dtype=bf16", *FULL],
+    "kept-on-host": ["parallel.schedule=zb-v", *FULL, "activation.offload=cpu"],
+    "offload": ["parallel.schedule=dualpipe-v", "zero.stage=3", "offload.optimizer=cpu",
+                "offload.parameters=cpu", *FULL],
+    "two-resident": ["parallel.schedule=interleaved", "parallel.virtual_stages=2", "zero.stage=3",
+                     "zero.residency=2", "zero.prefetch=0"],
+    "dense-between": ["parallel.schedule=zb-v", "model.moe_every=2"],
+    "penalties": ["parallel.schedule=dualpipe-v", "model.balance=sequence", "model.z_loss=0.01", *SHARED],
+    "tp": [*SP, "parallel.schedule=1f1b"],
+    "one-position": ["parallel.pp=1", "parallel.schedule=1f1b"],
+}
+
+
+def config_of(name: str, *more: str):
+    return moe(*LONG, *PP, *MESHES["ep"], *CELLS[name], *more)
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_to_the_bit(name):
+    same_bits([loopback(config_of(name, *more), 2) for more in ([], [PAIR])])

@@ -1,0 +1,197 @@
+"""Pairs as a pass: a forward and a backward of different micro-batches that are neighbours are computed
+together, so that what travels for one of them does so while the other computes (DualPipe, DeepSeek-AI 2024).
+No torch.
+
+    F u1 m1  F u2 m1  B u2 m0  B u1 m0    ->    F u1 m1  I u2 m0  F u2 m1  W u2 m0  I u1 m0  W u1 m0
+
+Backwards are split into their halves: while rows of its input's gradient travel, a backward computes its own
+weights' gradients, too. Instructions are moved, and none changes what it computes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from itertools import groupby, pairwise
+from typing import NamedTuple
+
+from threed.features.travel.plan import travel
+from threed.program.effects import effects
+from threed.program.instruction import BACKWARDS, COMPUTE, Instruction, Op, Programs
+from threed.program.link import follow
+from threed.program.pair_costs import cost_in_pair
+from threed.program.table import Table
+from threed.schedules.arrange import Job, arrange
+from threed.schedules.orders import Task, needs
+
+_KINDS = {Op.FORWARD: "F", Op.RECOMPUTE: "I", Op.BACKWARD: "I", Op.BACKWARD_INPUT: "I",
+          Op.BACKWARD_WEIGHT: "W"}
+
+
+class Run(NamedTuple):
+    """What a position computes without a wait for other positions in between: a forward; or a backward, with
+    the weights' halves that follow it."""
+
+    tasks: tuple[Task, ...]
+    items: tuple[Instruction, ...]  # of micro-batch 0, 1, ...: runs alike have the same
+    microbatches: tuple[int, ...]  # those that are meant
+
+    @classmethod
+    def of(cls, tasks: Sequence[Task], items: Sequence[Instruction]) -> Run:
+        names = tuple(dict.fromkeys(task.microbatch for task in tasks))
+        return cls(tuple(tasks), tuple(item._replace(microbatch=names.index(item.microbatch))
+                                       for item in items), names)
+
+    def pairs_with(self, other: Run) -> bool:
+        first, then = self.tasks[0], other.tasks[0]
+        return {first.kind, then.kind} == {"F", "I"} and first.microbatch != then.microbatch
+
+
+class Timed(NamedTuple):
+    """Instructions in the order in which they are computed, and what that takes."""
+
+    items: list[Instruction]
+    span: float
+    ends: dict[Task, float]
+
+
+def pair(programs: Programs, table: Table) -> Programs:
+    """The programs with forwards and backwards in pairs, if the table has costs by which to choose.
+
+    A pair ends later than the first of its two would alone: where others wait for that, a step may become
+    longer. So the shortest of three is taken: with pairs; with each run by itself, a backward in the best
+    order of its halves; and as it is.
+    """
+    if table.pair is None:
+        return programs
+    walks = [_Walk(programs, table, pairs, moves) for pairs, moves in ((True, True), (False, True),
+                                                                       (False, False))]
+    results = [(walk.run(), max(walk.clock)) for walk in walks]
+    return min(results, key=lambda result: result[1])[0]
+
+
+class _Walk:
+    """All positions go through their runs with a clock. A run whose neighbour can begin, too, is computed
+    with it, if it need not wait for that longer than the pair saves. So no position waits for what comes
+    later. `pairs`: whether there are any; `moves`: whether instructions of a run may change places."""
+
+    def __init__(self, programs: Programs, table: Table, pairs: bool, moves: bool):
+        self.table, self.pairs, self.moves = table, pairs, moves
+        self.left = [deque(_runs(program, table)) for program in programs]
+        self.clock = [0.0] * len(programs)
+        self.done: dict[tuple[str, int, int], float] = {}  # task -> its end
+        self.known: dict[tuple[object, ...], Timed] = {}
+
+    def run(self) -> Programs:
+        out: Programs = [[] for _ in self.left]
+        while any(self.left):
+            begins = [(begin, position) for position, left in enumerate(self.left)
+                      if left and (begin := self.begin(position, left[0])) is not None]
+            if not begins:  # the order can never run, which the pass of the messages says
+                return [[*done, *(item for run in left for item in _named(run.items, run.microbatches))]
+                        for done, left in zip(out, self.left, strict=True)]
+            begin, position = min(begins)
+            out[position] += self.step(begin, position)
+        return out
+
+    def begin(self, position: int, *runs: Run) -> float | None:
+        """When runs can begin together; None where that is not known yet."""
+        begin, last = self.clock[position], len(self.table.stage_positions) - 1
+        for run in runs:
+            for need in (need for task in run.tasks for need in needs(task, last)):
+                end = 0.0 if need in run.tasks else self.done.get(need)
+                if end is None:
+                    return None
+                begin = max(begin, end)
+        return begin
+
+    def step(self, begin: float, position: int) -> list[Instruction]:
+        """The next run of a position, or the next two."""
+        left = self.left[position]
+        runs = (left.popleft(),)
+        timed = self.timed(position, *runs)
+        if self.pairs and left and runs[0].pairs_with(left[0]):
+            both = *runs, left[0]
+            at, together = self.begin(position, *both), self.timed(position, *both)
+            alone = timed.span + self.timed(position, left[0]).span
+            if at is not None and at + together.span < begin + alone:
+                left.popleft()
+                begin, timed = at, together
+        self.done |= {task: begin + end for task, end in timed.ends.items()}
+        self.clock[position] = begin + timed.span
+        return timed.items
+
+    def timed(self, position: int, *runs: Run) -> Timed:
+        """Runs that are computed together. (Those that are alike take as long.)"""
+        key = position, *(run.items for run in runs)
+        names = tuple(name for run in runs for name in run.microbatches)
+        if key not in self.known:
+            self.known[key] = self._timed(position, runs)
+        items, span, ends = self.known[key]
+        return Timed(_named(items, names), span,
+                     {task._replace(microbatch=names[task.microbatch]): end for task, end in ends.items()})
+
+    def _timed(self, position: int, runs: Sequence[Run]) -> Timed:
+        items, first = list[Instruction](), 0
+        for run in runs:
+            items += [half._replace(microbatch=half.microbatch + first)
+                      for item in run.items for half in (_halves(item) if self.moves else [item])]
+            first += len(run.microbatches)
+        items = travel([items], self.table)[0]
+        seen = [effects(item, self.table, position) for item in items]
+        before: list[set[int]] = [set() for _ in items]
+        also = _one_ahead(items) if self.moves else _in_turn(items)
+        for earlier, later in (*follow(enumerate(seen), ()).pairs, *also):
+            before[later].add(earlier)
+        jobs = [Job(cost_in_pair(item, self.table), effect.lane, tuple(sorted(mine)))
+                for item, effect, mine in zip(items, seen, before, strict=True)]
+        best = arrange(tuple(jobs))
+        ends = dict[Task, float]()
+        for item, end in zip(items, best.ends, strict=True):
+            if item.op in COMPUTE:
+                task = _task(item, self.table)
+                ends[task] = max(ends.get(task, 0.0), end)
+        return Timed([items[index] for index in best.order if items[index].op in COMPUTE], best.span, ends)
+
+
+def _runs(program: Sequence[Instruction], table: Table) -> Iterator[Run]:
+    tasks, items = list[Task](), list[Instruction]()
+    for task, instructions in groupby(program, lambda item: _task(item, table)):
+        if tasks and not (task.kind == "W" and tasks[0].kind == "I"):
+            yield Run.of(tasks, items)
+            tasks, items = [], []
+        tasks.append(task)
+        items += instructions
+    if tasks:
+        yield Run.of(tasks, items)
+
+
+def _task(item: Instruction, table: Table) -> Task:
+    return Task(_KINDS[item.op], table.units[item.unit].stage, item.microbatch)
+
+
+def _named(items: Sequence[Instruction], microbatches: Sequence[int]) -> list[Instruction]:
+    return [item._replace(microbatch=microbatches[item.microbatch]) for item in items]
+
+
+def _halves(item: Instruction) -> list[Instruction]:
+    return [item._replace(op=op) for op in BACKWARDS[1:]] if item.op == Op.BACKWARD else [item]
+
+
+def _in_turn(items: Sequence[Instruction]) -> Iterator[tuple[int, int]]:
+    """Each computation waits for the one before it."""
+    return pairwise(index for index, item in enumerate(items) if item.op in COMPUTE)
+
+
+def _one_ahead(items: Sequence[Instruction]) -> Iterator[tuple[int, int]]:
+    """A RECOMPUTE waits for the backward of the last but one: all of them at once would take the memory that
+    they are there to save."""
+    ends: list[int] = []
+    again: set[tuple[int, int]] = set()
+    for index, item in enumerate(items):
+        if item.op == Op.RECOMPUTE:
+            again.add(item.turn)
+            if len(ends) > 1:
+                yield ends[-2], index
+        elif item.op == Op.BACKWARD_INPUT and item.turn in again:
+            ends.append(index)

@@ -116,7 +116,9 @@ def test_memory_ends(room, monkeypatch):
 
 @pytest.mark.parametrize("route, least", [("learned", 0.5), ("balanced", 0.9)])
 @pytest.mark.parametrize("more", [[], ["activation.policy=full", "model.shared_expert_ffn=64"],
-                                  ["parallel.schedule=zb-h1"]], ids=["none", "full-shared", "zb-h1"])
+                                  ["parallel.schedule=zb-h1"], ["parallel.pair=true"],
+                                  ["parallel.schedule=zb-v", "parallel.pair=true", "activation.policy=full"]],
+                         ids=["none", "full-shared", "zb-h1", "pair", "pair-zb-v-full"])
 def test_memory_of_the_rows_that_come(more, route, least, monkeypatch):
     """A plan with room for them: its peak of activations holds on every rank. Balanced, it is not much more;
     else it counts each exchange as the most uneven one."""

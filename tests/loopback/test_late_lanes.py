@@ -97,6 +97,8 @@ MOE = {
                "model.balance=sequence"],
     "zb-v-zero3": ["parallel.pp=2", "parallel.schedule=zb-v", "zero.stage=3", "model.balance=bias"],
     "offload-full": [*CPU, "activation.policy=full", "activation.offload=cpu", "model.balance=bias"],
+    "pair-zero3": ["parallel.pp=2", "parallel.schedule=dualpipe-v", "parallel.pair=true", "zero.stage=3",
+                   "train.global_batch_size=16"],
     "groups-selective": ["parallel.dp=4", "zero.shard_size=2", "zero.stage=3", "activation.policy=selective",
                          "activation.pieces=[attention,norm,mlp_act]"],
 }

@@ -161,6 +161,9 @@ CASES = {
     "experts-zb-h1-zero3": Case(80, 2, 2, dp=2, others=(*EXPERTS, SHARED, "parallel.schedule=zb-h1", ZERO_3)),
     "experts-zb-v-cpu-full": Case(60, 2, 2, dp=2, others=(*EXPERTS, *BALANCED, "parallel.schedule=zb-v", CPU,
                                                           *FULL, KEPT_CPU)),
+    "experts-pair": Case(60, 2, 3, dp=2, others=(*EXPERTS, SHARED, "parallel.pair=true", ZERO_2)),
+    "experts-pair-zb-v-full-zero3": Case(60, 2, 3, dp=2, others=(
+        *EXPERTS, *FULL, "parallel.schedule=zb-v", "parallel.pair=true", ZERO_3)),
     "experts-groups-zero3": Case(60, 1, 2, layers=1, dp=4, others=(*EXPERTS, GROUPS, ZERO_3, UNTIED)),
 }
 

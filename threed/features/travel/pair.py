@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from threed.features.travel.plan import travel
 from threed.program.effects import effects
+from threed.program.handed import leaving
 from threed.program.instruction import BACKWARDS, COMPUTE, Instruction, Op, Programs
 from threed.program.link import follow
 from threed.program.pair_costs import cost_in_pair
@@ -134,13 +135,15 @@ class _Walk:
     def _timed(self, position: int, runs: Sequence[Run]) -> Timed:
         items, first = list[Instruction](), 0
         for run in runs:
-            items += [half._replace(microbatch=half.microbatch + first)
-                      for item in run.items for half in (_halves(item) if self.moves else [item])]
+            items += [item._replace(microbatch=item.microbatch + first) for item in run.items]
             first += len(run.microbatches)
+        moves = self.moves and any(leaving(item, self.table) for item in items)
+        if moves:
+            items = [half for item in items for half in self.halves(item)]
         items = travel([items], self.table)[0]
         seen = [effects(item, self.table, position) for item in items]
         before: list[set[int]] = [set() for _ in items]
-        also = _one_ahead(items) if self.moves else _in_turn(items)
+        also = _one_ahead(items) if moves else _in_turn(items)
         for earlier, later in (*follow(enumerate(seen), ()).pairs, *also):
             before[later].add(earlier)
         jobs = [Job(cost_in_pair(item, self.table), effect.lane, tuple(sorted(mine)))
@@ -152,6 +155,11 @@ class _Walk:
                 task = _task(item, self.table)
                 ends[task] = max(ends.get(task, 0.0), end)
         return Timed([items[index] for index in best.order if items[index].op in COMPUTE], best.span, ends)
+
+    def halves(self, item: Instruction) -> list[Instruction]:
+        """Those of a backward, if it has gradients of weights."""
+        learns = any(self.table.parameters[p].trains for p in self.table.units[item.unit].parameters)
+        return [item._replace(op=op) for op in BACKWARDS[1:]] if item.op == Op.BACKWARD and learns else [item]
 
 
 def _runs(program: Sequence[Instruction], table: Table) -> Iterator[Run]:
@@ -174,10 +182,6 @@ def _named(items: Sequence[Instruction], microbatches: Sequence[int]) -> list[In
     return [item._replace(microbatch=microbatches[item.microbatch]) for item in items]
 
 
-def _halves(item: Instruction) -> list[Instruction]:
-    return [item._replace(op=op) for op in BACKWARDS[1:]] if item.op == Op.BACKWARD else [item]
-
-
 def _in_turn(items: Sequence[Instruction]) -> Iterator[tuple[int, int]]:
     """Each computation waits for the one before it."""
     return pairwise(index for index, item in enumerate(items) if item.op in COMPUTE)
@@ -193,5 +197,5 @@ def _one_ahead(items: Sequence[Instruction]) -> Iterator[tuple[int, int]]:
             again.add(item.turn)
             if len(ends) > 1:
                 yield ends[-2], index
-        elif item.op == Op.BACKWARD_INPUT and item.turn in again:
+        elif item.op in (Op.BACKWARD, Op.BACKWARD_INPUT) and item.turn in again:
             ends.append(index)

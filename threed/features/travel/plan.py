@@ -26,9 +26,10 @@ def travel(programs: Programs, table: Table) -> Programs:
             come_back[u].append(Instruction(back(trip.by), read.unit, kind=gradient_kind(read.name),
                                             group=trip.over))
     behind = {Op.FORWARD: leave, Op.BACKWARD: come_back, Op.BACKWARD_INPUT: come_back}
-    return [insert(program, {}, {index: [each._replace(microbatch=item.microbatch) for each in after]
-                                 for index, item in enumerate(program)
-                                 if (after := behind.get(item.op, {}).get(item.unit))})
+    after = {(op, unit): items for op, of_unit in behind.items() for unit, items in of_unit.items() if items}
+    return [insert(program, {}, {index: [Instruction(each.op, each.unit, item.microbatch, each.kind,
+                                                     group=each.group) for each in after[item[:2]]]
+                                 for index, item in enumerate(program) if item[:2] in after})
             for program in programs]
 
 

@@ -8,9 +8,10 @@ import threed
 from tests.layouts import H100, QUIET, compared, full_s, short_s
 from threed.layout_search.bounds import Bounds
 from threed.layout_search.layout import Layout, config_of
-from threed.layout_search.short_plan import steady_count
+from threed.layout_search.short_plan import ShortPlans, short_plan, steady_count
 from threed.prediction.hardware import Hardware
 from threed.prediction.transient import Transient
+from threed.program.instruction import Op
 from threed.schedules.orders import SCHEDULES
 from threed.schema import Config
 
@@ -79,6 +80,20 @@ def test_many_exchanges(name):
     assert steady_count(name, 3, 23) < 23
     config = config_of(layout, base)
     assert short_s(config, H100) == pytest.approx(full_s(config, H100), rel=0.005)
+
+
+def test_blocks_that_exchange_are_one():
+    """They wait for what they exchange, but for the first of a position, whose parameters move one by one."""
+    base = with_experts("train.global_batch_size=12")
+    config = config_of(Layout(1, 2, 4, schedule="interleaved", virtual_stages=2, shard_size=4, ep=4), base)
+    short, free = short_plan(config, 2), short_plan(config, 2, ends=False)
+    exchanging = {item.unit for program in short.analysis.plan.programs["train"] for item in program
+                  if item.op == Op.EXCHANGE}
+    assert {short.analysis.table.units[unit].name for unit in exchanging} == {
+        "blocks.0", "blocks.0.experts", "blocks.2", "blocks.2.experts"}
+    assert len(free.analysis.table.units) == 2 + 4  # the ends of the model, and a unit a stage
+    parts = ShortPlans(config, H100).parts()
+    assert parts.ep_s > 0.01 * parts.step_s and 0 < parts.bubble < 0.5
 
 
 @pytest.mark.parametrize("layout", [

@@ -16,7 +16,8 @@ import math
 import time
 from bisect import insort
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -40,6 +41,19 @@ _AS_FAST = 1.0005  # so near, the layout that holds less is better
 _SURE = 0.97  # what takes less of the memory fits by the full plan, too
 TRIES = 3  # layouts of an idea that may turn out not to fit
 _FAR = 1.3  # while there are few ideas: times the best step
+
+
+@contextmanager
+def making_plans() -> Iterator[None]:
+    """Inside, what plans of one model share is remembered; and garbage is collected seldom: plans are many
+    objects, none of which is garbage for long."""
+    often = gc.get_threshold()
+    gc.set_threshold(1_000_000, *often[1:])
+    try:
+        with remembering():
+            yield
+    finally:
+        gc.set_threshold(*often)
 
 
 class Timed(NamedTuple):
@@ -89,13 +103,8 @@ class Search:
     def run(self, devices: int, fixed: Mapping[str, Any],
             progress: Progress = lambda _: None) -> SearchResult:
         """`fixed`: field of a layout -> its only value."""
-        often = gc.get_threshold()
-        gc.set_threshold(1_000_000, *often[1:])  # plans are many objects, none of which is garbage for long
-        try:
-            with remembering():
-                return self._run(Space(self.bounds, devices, fixed, self.memory, self.rounding), progress)
-        finally:
-            gc.set_threshold(*often)
+        with making_plans():
+            return self._run(Space(self.bounds, devices, fixed, self.memory, self.rounding), progress)
 
     def _run(self, space: Space, progress: Progress) -> SearchResult:
         begin = told = time.monotonic()

@@ -71,8 +71,9 @@ class MemoryFilter:
             mesh = make_mesh(config_of(layout, self.config))
             ends = {(*sorted((here, there)), kind, here < there) for here, there
                     in zip(place, place[1:], strict=False) if here != there for kind in ("act", "grad")}
-            self._communicators[key] = max(
-                groups(mesh, position) + sum(position in end[:2] for end in ends)
+            of_kind = {position: groups(mesh, position) for position in {0, layout.pp // 2, layout.pp - 1}}
+            self._communicators[key] = max(  # but for the first and the last, positions have the same groups
+                of_kind.get(position, of_kind[layout.pp // 2]) + sum(position in end[:2] for end in ends)
                 for position in range(layout.pp))
         return self.hardware.taken_bytes(self._communicators[key])
 
@@ -100,7 +101,7 @@ class MemoryFilter:
                                           for unit in table.units], part(tied[0]) if tied else None)
         return self._parts[key]
 
-    def _held(self, layout: Layout) -> list[list[PartBytes]]:
+    def _held(self, layout: Layout) -> list[tuple[PartBytes, ...]]:
         """Parameter units of each position."""
         model, parts = self.bounds.units(layout.tile_linears, layout.tp), self._unit_parts(layout)
         place = place_of(layout.schedule, layout.pp, layout.virtual_stages)
@@ -112,7 +113,7 @@ class MemoryFilter:
                 rows[position] += parts.of_kind[model.same[unit]]
         for position in {place[0], place[-1]} if parts.tied is not None else ():
             rows[position] += [parts.tied]  # pyright: ignore
-        return rows
+        return [*map(tuple, rows)]
 
     def _fixed(self, layout: Layout) -> list[int]:
         """By position: parameters, gradients, optimizer states, buffers."""
@@ -127,8 +128,9 @@ class MemoryFilter:
             sizes = {"stage": max(stop - first for first, stop in split), "step": len(model.same)}
             asked = layout.residency or 1
             window = asked if isinstance(asked, int) else sizes[asked]
-            self._known[key] = [_fixed_bytes(layout, config, parts, window + ahead)
-                                for parts in self._held(layout)]
+            held = self._held(layout)  # by most positions, the same
+            sizes_of = {parts: _fixed_bytes(layout, config, parts, window + ahead) for parts in {*held}}
+            self._known[key] = [sizes_of[parts] for parts in held]
         return self._known[key]
 
     def _kept(self, layout: Layout) -> list[int]:

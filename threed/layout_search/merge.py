@@ -1,43 +1,88 @@
-"""Merged tables: units of a stage that are alike become fewer, which cost as much.
+"""Merged tables: units of a stage that are alike become fewer, which take as long.
 
 Units that hand tensors to each other are a **group**, such as those of a block with experts. A **run** is the
 same groups over and over: all blocks of a stage, or where every second one has experts, all pairs of them.
-Of two members of a run, the first units become one, the second ones, and so on:
+Of two members of a run, the first groups become one unit, the second ones, and so on:
 
-    routes experts collect  routes experts collect   ->   2 routes  2 experts  2 collect
+    routes experts collect  routes experts collect   ->   one unit, that waits for what these exchange
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
+from typing import NamedTuple
 
-from threed.program.entries import ComputeUnit, Handed, ParameterUnit
+from threed.base.mesh import FOLDS
+from threed.prediction.analytic import cost
+from threed.prediction.hardware import Hardware
+from threed.program.entries import ComputeUnit, ParameterUnit, gradient_kind
+from threed.program.handed import back
+from threed.program.instruction import COMPUTE, Instruction, Op, Slot
+from threed.program.plan import Plan
 from threed.program.table import Table
+from threed.program.walk import Cost
 from threed.spec.kernels import Kernel, Moved
 
 _MOST_GROUPS = 8  # of a member of a run
+Group = Sequence[int]  # units, one behind the other
+Same = Sequence[Group]  # groups that are alike
 
 
-def merged(table: Table, ends: bool = True) -> Table:
+class Merged(NamedTuple):
+    """A table with fewer units, and the table that it stands for."""
+
+    table: Table
+    whole: Table
+    parts: Sequence[Same]  # of each unit of `table`, what it is made of; none where the two are the same
+
+    def cost(self, plan: Plan, hardware: Hardware, free: Collection[Op] = (),
+             change: Callable[[Table], Table] = lambda table: table) -> Cost:
+        """Seconds of an instruction of a plan of `table`: a unit takes as long as its parts one after the
+        other. `free`: ops that take no time inside units. `change`: what makes tables of other prices."""
+        plan, whole = replace(plan, table=change(plan.table)), change(self.whole)
+        outside, inside = cost(plan, hardware), cost(Plan(whole, {}, plan.config), hardware)
+        known: dict[tuple[Op, int], float] = {}
+
+        def price(item: Instruction) -> float:
+            return 0.0 if (Op.EXCHANGE if item.of_slot else item.op) in free else inside(0, item)
+
+        def seconds(position: int, item: Instruction) -> float:
+            if item.op not in COMPUTE or not self.parts:
+                return outside(position, item)
+            key = item.op, item.unit
+            if key not in known:
+                groups = self.parts[item.unit]
+                known[key] = len(groups) * _takes(whole, groups[0], item.op, price)
+            return known[key]
+
+        return seconds
+
+
+def merged(table: Table, ends: bool = True) -> Merged:
     """A table with fewer units, which cost the same. `ends`: whether the first and the last member of a run
     stay alone, and pairs of the others become one: what the step's start and end wait for is as large as in
     the real plan. Else all of them become one."""
     if table.activation.offload or table.activation.partition or (ends and _often(table)):
-        return table  # what is kept moves unit by unit; or the size of each unit counts
-    groups = _groups(table)
-    rows = [[[*chain(*groups[at:at + size])] for at in range(first, stop, size)]
-            for first, stop, size in runs([_kind(table, group) for group in groups])]
-    units = [row for run in rows for chunk in (_pairs(run) if ends else _whole(table, run))
-             for row in zip(*chunk, strict=True)]
+        return Merged(table, table, ())  # what is kept moves unit by unit; or the size of each unit counts
+    groups, parts = _groups(table), list[Same]()
+    for first, stop, size in runs([_kind(table, group) for group in groups]):
+        run = [groups[at:at + size] for at in range(first, stop, size)]
+        for chunk in _pairs(run) if ends else _whole(table, run):
+            # With the gradients of a position's first stage a step ends: units of a block there stay apart.
+            apart = ends and chunk[0] is run[0] and table.units[run[0][0][0]].stage < table.num_positions
+            for row in zip(*chunk, strict=True):
+                together = len(row[0]) == 1 or (not apart and _is_one(table, row[0], ends))
+                parts += [row] if together else [[[unit]] for unit in chain(*row)]
     # Parameter units that become one have the number of the first of them; numbers keep their order.
-    same = {held[0]: held for row in units
-            for held in zip(*(table.units[unit].parameters for unit in row), strict=True)}
+    same = {held[0]: held for row in parts
+            for held in zip(*(_held(table, group) for group in row), strict=True)}
     unit_of, number = ({first: at for at, first in enumerate(firsts)}
-                       for firsts in ((row[0] for row in units), sorted(same)))
-    return replace(table, units=tuple(_sum_of(table, row, number, unit_of) for row in units),
+                       for firsts in ((row[0][0] for row in parts), sorted(same)))
+    less = replace(table, units=tuple(_sum_of(table, row, number, unit_of) for row in parts),
                    parameters={number[first]: _all_of(table, same[first]) for first in sorted(same)})
+    return Merged(less, table, parts)
 
 
 def runs(kinds: Sequence[object]) -> Iterator[tuple[int, int, int]]:
@@ -55,6 +100,41 @@ def runs(kinds: Sequence[object]) -> Iterator[tuple[int, int, int]]:
                 last, each = stop, size
         yield first, last, each
         first = last
+
+
+def wait_s(table: Table, u: int, op: Op, price: Callable[[Instruction], float]) -> float:
+    """For how long nothing is computed behind a unit's FORWARD, or before its `op` of backward: what it hands
+    on travels. An exchange stands directly behind what makes its tensor, and what reads that is in the same
+    stage: only what lies between the two, and what is computed again for the first one's backward, can run
+    meanwhile."""
+    made = [each for each in table.units[u].makes if each.trip and each.trip.over in FOLDS]
+    if not made:
+        return 0.0
+    come = {each.trip.becomes for each in made if each.trip}
+    reader = next(at for at, other in enumerate(table.units)
+                  if any(read.unit == u and read.name in come for read in other.reads))
+    meanwhile = sum(price(Instruction(op, other, 0)) for other in range(u + 1, reader))
+    if op == Op.FORWARD:
+        sent = sum(price(Instruction(Op(each.trip.by), u, 0, each.name, group=each.trip.over))
+                   for each in made if each.trip)
+    else:
+        sent = sum(price(Instruction(back(each.trip.by), u, 0, gradient_kind(each.trip.becomes),
+                                     group=each.trip.over)) for each in made if each.trip and each.grad)
+        meanwhile += sum(_again_s(table, other, price) for other in range(u, reader))
+    return max(0.0, sent - meanwhile)
+
+
+def _again_s(table: Table, u: int, price: Callable[[Instruction], float]) -> float:
+    return price(Instruction(Op.RECOMPUTE, u, 0)) if table.units[u].recompute else 0.0
+
+
+def _takes(table: Table, group: Group, op: Op, price: Callable[[Instruction], float]) -> float:
+    """Seconds of an op of a group, with what it waits for; backward with what is computed again for it."""
+    total = sum(price(Instruction(op, u, 0)) for u in group)
+    if len(group) > 1 and op != Op.BACKWARD_WEIGHT:
+        total += sum(wait_s(table, u, op, price) for u in group)
+        total += sum(_again_s(table, u, price) for u in group) * (op != Op.FORWARD)
+    return total
 
 
 def _often(table: Table) -> bool:
@@ -76,8 +156,16 @@ def _groups(table: Table) -> list[list[int]]:
     return groups
 
 
-def _pairs(run: list[list[int]]) -> list[list[list[int]]]:
-    """The first, pairs of those between, and the last. Of members of several units none is merged: their
+def _is_one(table: Table, group: Group, ends: bool) -> bool:
+    """Whether the units of a group may become one: they wait for exchanges alone, and a gradient that comes
+    is used at once. `ends`: those that exchange nothing, such as tiles, stay as they are."""
+    trips = [made.trip for u in group for made in table.units[u].makes if made.trip]
+    return (bool(trips) or not ends) and all(trip.over in FOLDS for trip in trips) and not (
+        table.units[group[-1]].recompute)
+
+
+def _pairs(run: list[list[Group]]) -> list[list[list[Group]]]:
+    """The first, pairs of those between, and the last. Of members of several groups none is merged: their
     parameters are gathered and reduced in turn."""
     if len(run) < 4 or len(run[0]) > 1:
         return [[member] for member in run]
@@ -85,13 +173,13 @@ def _pairs(run: list[list[int]]) -> list[list[list[int]]]:
     return [run[:1], *(middle[at:at + 2] for at in range(0, len(middle), 2)), run[-1:]]
 
 
-def _whole(table: Table, run: list[list[int]]) -> list[list[list[int]]]:
+def _whole(table: Table, run: list[list[Group]]) -> list[list[list[Group]]]:
     """All. But where they are computed again, the last one is before its gradient comes, the others after."""
-    again = any(table.units[unit].recompute for unit in run[0])
+    again = table.units[run[0][-1][-1]].recompute
     return [run[:-1], run[-1:]] if again and len(run) > 1 else [run]
 
 
-def _kind(table: Table, group: Sequence[int]) -> object:
+def _kind(table: Table, group: Group) -> object:
     """Equal for groups that may become one."""
     return tuple([_unit_kind(table, index, group[0]) for index in group])
 
@@ -111,27 +199,27 @@ def _unnamed(kernels: tuple[Kernel, ...]) -> tuple[Kernel, ...]:
     return tuple([kernel._replace(what="") if isinstance(kernel, Moved) else kernel for kernel in kernels])
 
 
+def _held(table: Table, group: Group) -> list[int]:
+    """The parameter units of a group."""
+    return [*dict.fromkeys(chain(*(table.units[unit].parameters for unit in group)))]
+
+
 def _all_of(table: Table, same: Sequence[int]) -> ParameterUnit:
     first, count = table.parameters[same[0]], len(same)
     return replace(first, numel=count * first.numel, padding=count * first.padding, reductions=tuple(
         step._replace(numel=count * step.numel) for step in first.reductions)) if count > 1 else first
 
 
-def _sum_of(table: Table, row: Sequence[int], number: dict[int, int],
-            unit_of: dict[int, int]) -> ComputeUnit:
-    first, count = table.units[row[0]], len(row)
-    traffic, rings = ({phase: {axis: count * each for axis, each in sent.items()}
-                       for phase, sent in of.items()} for of in (first.traffic, first.rings))
-
-    def handed(each: Handed) -> Handed:
-        trip = each.trip
-        if trip is not None:
-            trip = trip._replace(bytes=count * trip.bytes, times=count, counts=tuple(
-                (name, unit_of[row[0]] - unit_of[row[0] - before]) for name, before in trip.counts))
-        return each._replace(bytes=count * each.bytes, trip=trip)
-
-    return replace(first, makes=tuple(map(handed, first.makes)),
-                   parameters=tuple(number[p] for p in first.parameters), traffic=traffic, rings=rings,
-                   kernels=count * _unnamed(first.kernels), again=count * _unnamed(first.again),
-                   saved_bytes=count * first.saved_bytes, operand_bytes=count * first.operand_bytes,
-                   reads=tuple(read._replace(unit=unit_of[read.unit]) for read in first.reads))
+def _sum_of(table: Table, same: Same, number: dict[int, int], unit_of: dict[int, int]) -> ComputeUnit:
+    """What `Merged.cost` looks up is left out."""
+    units, count = [table.units[u] for u in same[0]], len(same)
+    kept = [table.size(Slot("kept", u)) if unit.recompute else unit.saved_bytes
+            for u, unit in zip(same[0], units, strict=True)]
+    first, alone = units[0], len(units) == 1
+    return replace(
+        first, parameters=tuple(number[p] for p in _held(table, same[0])), output=units[-1].output,
+        kernels=count * tuple(chain(*(unit.kernels for unit in units))),
+        saved_bytes=count * (first.saved_bytes if alone else sum(kept)),
+        operand_bytes=count * sum(unit.operand_bytes for unit in units),
+        recompute=first.recompute and alone, adds=first.adds and alone, makes=first.makes if alone else (),
+        reads=tuple(read._replace(unit=unit_of[read.unit]) for read in first.reads) if alone else ())

@@ -10,10 +10,9 @@ from typing import Any
 
 from threed.base.errors import InputError, ThreedError, check_type
 from threed.base.quantity import BYTES, many, parse_memory, show_bytes, show_count, show_seconds
-from threed.base.remember import remembering
 from threed.base.texttable import wrapped
 from threed.config.load import checked
-from threed.layout_search.best_first import TRIES, Search, SearchResult, Timed, helps
+from threed.layout_search.best_first import TRIES, Search, SearchResult, Timed, helps, making_plans
 from threed.layout_search.request import Question, ask, write
 from threed.layout_search.short_plan import ShortPlans
 from threed.layout_search.space import NO_MEMORY
@@ -53,7 +52,7 @@ def search(path: str | Path, devices: int, overrides: list[str] | None = None, h
     searched = Search(asked.base, machine, limit, _PLANNED, rounding)
     result = searched.run(devices, asked.fixed, progress)
     begin = time.monotonic()
-    with remembering():
+    with making_plans():
         rows = _planned(asked, machine, limit, result, progress)
     if not rows:
         raise InputError(_nothing(result, devices, limit, room))

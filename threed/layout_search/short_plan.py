@@ -7,7 +7,7 @@ The plans are made by the planner's own passes, and priced and walked as by `thr
 * Micro-batches: a schedule is periodic. After it is filled, p more micro-batches take as long as the p
   before; or 2p, where positions wait for messages in turn. A short plan has a steady state, and as many
   micro-batches modulo p as the real one.
-* Units: those of a stage that are alike become one that costs as much (`merge`).
+* Units: those of a stage that are alike become one that takes as long (`merge`).
 """
 
 from __future__ import annotations
@@ -20,15 +20,13 @@ from typing import NamedTuple
 
 from threed.base.mesh import GROUPS
 from threed.layout_search.layout import copied, sends_often
-from threed.layout_search.merge import merged
+from threed.layout_search.merge import Merged, merged
 from threed.planner.auto import check_limit, make_pipeline, marked_table
 from threed.planner.passes import run_passes
-from threed.prediction.analytic import cost
-from threed.prediction.contention import PredictedStep, step
+from threed.prediction.contention import step
 from threed.prediction.hardware import Hardware
 from threed.program.analysis import Analysis
 from threed.program.instruction import COMPUTE, Instruction, Op
-from threed.program.plan import Plan
 from threed.program.table import Table
 from threed.program.walk import Cost, Walk
 from threed.schedules.orders import SCHEDULES
@@ -50,7 +48,22 @@ def filling_count(name: str, p: int, m: int) -> int:
     return m if m <= fewest else fewest + (m - fewest) % p
 
 
-def short_plan(config: Config, microbatches: int, ends: bool = True) -> Analysis:
+class ShortPlan(NamedTuple):
+    analysis: Analysis
+    merged: Merged
+
+    def cost(self, hardware: Hardware, free: Collection[Op] = (),
+             change: Callable[[Table], Table] = lambda table: table) -> Cost:
+        """Seconds of an instruction. `free`: what takes none. `change`: what makes tables of other prices."""
+        price = self.merged.cost(self.analysis.plan, hardware, free, change)
+
+        def seconds(position: int, item: Instruction) -> float:
+            return 0.0 if _counts_as(item) in free else price(position, item)
+
+        return seconds
+
+
+def short_plan(config: Config, microbatches: int, ends: bool = True) -> ShortPlan:
     """The unchecked plan of so many micro-batches of a config. `ends`: as in `merged`. InputError where it
     keeps more than the config allows."""
     config = copied(config)
@@ -58,9 +71,10 @@ def short_plan(config: Config, microbatches: int, ends: bool = True) -> Analysis
     train.global_batch_size = microbatches * train.micro_batch_size * config.dp
     train.eval_every = train.sample_every = config.checkpoint.every = config.run.verify_every = 0
     pipeline = make_pipeline(config)
-    analysis = Analysis(run_passes(config, pipeline, merged(marked_table(config, pipeline), ends)))
+    less = merged(marked_table(config, pipeline), ends)
+    analysis = Analysis(run_passes(config, pipeline, less.table))
     check_limit(config, pipeline, analysis)
-    return analysis
+    return ShortPlan(analysis, less)
 
 
 class FreeStep(NamedTuple):
@@ -97,11 +111,11 @@ class ShortPlans:
         about = config.parallel.schedule, self.p, self.m
         self._steady, self._filling = (self.m, self.m) if whole else (
             steady_count(*about), filling_count(*about))
-        self._plans: dict[int, Analysis] = {}
+        self._plans: dict[int, ShortPlan] = {}
         # (micro-batches, what is free) -> seconds of a step
         self._times: dict[tuple[int, tuple[Op, ...]], float] = {}
 
-    def _plan(self, microbatches: int) -> Analysis:
+    def _plan(self, microbatches: int) -> ShortPlan:
         if microbatches not in self._plans:
             self._plans[microbatches] = short_plan(self.config, microbatches)
         return self._plans[microbatches]
@@ -115,10 +129,10 @@ class ShortPlans:
                 made = short_plan(plain, microbatches, ends=False)
             else:
                 made = self._plan(microbatches)
-            walked = _walked(made, self.hardware, free)
+            walked = step(made.analysis, made.cost(self.hardware, free), self.hardware)
             self._times[key] = walked.total_s
             if free == _FREE and microbatches == self._filling:
-                self._last = [*_last_backwards(made, walked.walk)]
+                self._last = [*_last_backwards(made.analysis, walked.walk)]
         return self._times[key]
 
     def least_s(self, microbatch_s: float) -> float:
@@ -193,7 +207,9 @@ class ShortPlans:
         def seconds(microbatches: int) -> float:
             if hardware is None and change is None:
                 return self._timed(microbatches, free)
-            return _walked(self._plan(microbatches), hardware or self.hardware, free, change).total_s
+            machine, made = hardware or self.hardware, self._plan(microbatches)
+            return step(made.analysis, made.cost(machine, free, change or (lambda table: table)),
+                        machine).total_s
 
         return self._whole(seconds, times)
 
@@ -210,10 +226,12 @@ class ShortPlans:
         """What a step is made of."""
         fast = replace(self.hardware, node_gbps=1e12, adapter_gbps=1e12, node_us=0.0, adapter_us=0.0)
 
-        def spent(ops: Collection[Op], machine: Hardware) -> list[float]:
+        def spent(ops: Collection[Op], machine: Hardware, *free: Op) -> list[float]:
             def seconds(count: int, position: int) -> float:
-                plan = self._plan(count).plan
-                return _spent(plan, cost(plan, machine), ops, position)
+                made = self._plan(count)
+                price = made.cost(machine, (Op.EXCHANGE, *free))  # which units wait for
+                return sum(price(position, item) for item in made.analysis.plan.programs["train"][position]
+                           if item.op in ops)
 
             return [self._whole(partial(seconds, position=position)) for position in range(self.p)]
 
@@ -225,7 +243,8 @@ class ShortPlans:
         most = max(range(self.p), key=rows.__getitem__)
         parallel, offload = self.config.parallel, self.config.offload
         busy = sum(rows) + sum(steps) * (offload.optimizer == "none")
-        return StepParts(step_s, spent((Op.RECOMPUTE,), self.hardware)[most],
+        once = spent(COMPUTE, self.hardware, Op.RECOMPUTE)
+        return StepParts(step_s, rows[most] - once[most],
                          rows[most] - spent(COMPUTE, fast)[most] if parallel.tp > 1 else 0.0,
                          longer(_OVER_DP) if self.config.dp > 1 else 0.0, longer((Op.EXCHANGE,)),
                          longer((Op.OFFLOAD, Op.FETCH)) if offload != OffloadConfig() else 0.0,
@@ -235,17 +254,6 @@ class ShortPlans:
 _OVER_DP = (Op.GATHER, Op.REDUCE)  # of parameters and their gradients
 _FREE = (*_OVER_DP, Op.OFFLOAD, Op.FETCH, Op.CLIP, Op.STEP)
 _KEPT = ("kept", "kpart")  # inputs that are kept for RECOMPUTE: with it their moves are free
-
-
-def _walked(made: Analysis, hardware: Hardware, free: Collection[Op],
-            change: Callable[[Table], Table] | None = None) -> PredictedStep:
-    """A step, if ops are free, at the prices of a table that is changed."""
-    price = cost(made.plan if change is None else replace(made.plan, table=change(made.table)), hardware)
-
-    def seconds(position: int, item: Instruction) -> float:
-        return 0.0 if _counts_as(item) in free else price(position, item)
-
-    return step(made, seconds, hardware)
 
 
 def _counts_as(item: Instruction) -> Op | None:
@@ -268,8 +276,3 @@ def _last_backwards(made: Analysis, walk: Walk) -> Iterator[list[tuple[float, fl
             of_stage.setdefault(made.table.units[unit].stage, []).append(index)
         yield [(min(begins[index] for index in indices), max(ends[index] for index in indices), stage)
                for stage, indices in of_stage.items()]
-
-
-def _spent(plan: Plan, price: Cost, ops: Collection[Op], position: int) -> float:
-    """Seconds of a position's instructions of these ops."""
-    return sum(price(position, item) for item in plan.programs["train"][position] if item.op in ops)

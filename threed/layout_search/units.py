@@ -5,24 +5,23 @@ from __future__ import annotations
 
 import copy
 import math
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 from threed.base.errors import InputError
-from threed.base.mesh import FOLDS
 from threed.base.quantity import BYTES
 from threed.config.stages import stage_runs
 from threed.features.activation.plan import mark, worthwhile
 from threed.layout_search.layout import copied
+from threed.layout_search.merge import wait_s
 from threed.models.tiling import cut_layers
 from threed.planner.facts import make_table, stage_sizes, unit_costs
 from threed.prediction.analytic import cost
 from threed.prediction.hardware import Hardware
-from threed.program.entries import ComputeUnit, gradient_kind
-from threed.program.handed import back
+from threed.program.entries import ComputeUnit
 from threed.program.instruction import Instruction, Op, Slot
 from threed.program.plan import Plan
 from threed.program.table import Table
-from threed.program.walk import Cost
 from threed.schema import ActivationConfig, Config, OffloadConfig, ZeroConfig
 
 T = TypeVar("T")
@@ -149,12 +148,13 @@ class Units:
             forward_s, backward_s, weight_s, again_s = (price(0, Instruction(op, index, 0)) for op in (
                 Op.FORWARD, Op.BACKWARD, Op.BACKWARD_WEIGHT, Op.RECOMPUTE))
             logits = each.saved_bytes - each.operand_bytes if index == table.last else 0
+            waits = [wait_s(table, index, op, partial(price, 0)) for op in (Op.FORWARD, Op.BACKWARD)]
             return UnitCost(forward_s, backward_s, weight_s, again_s, each.saved_bytes,
                             table.size(Slot("kept", index)), each.operand_bytes, each.recompute,
                             sum(handed.bytes for handed in each.makes), logits,
-                            _temporary_bytes(each, table.elements.param))
+                            _temporary_bytes(each, table.elements.param), *waits)
 
-        few = _with_waits(table, [unit(index) for index in range(len(table.units))], price)
+        few = [unit(index) for index in range(len(table.units))]
         units = [few[kind] for kind in self.same]
         if cut.every > 1:
             units = [each._replace(again=each.again and u % cut.every == 0) for u, each in enumerate(units)]
@@ -167,30 +167,6 @@ def _temporary_bytes(unit: ComputeUnit, element: int) -> int:
     `element`: bytes of a number of what is saved."""
     experts = any(read.came for read in unit.reads) and unit.operand_bytes > 0
     return 20 * unit.saved_bytes // element if experts else unit.operand_bytes // 3
-
-
-def _with_waits(table: Table, units: list[UnitCost], price: Cost) -> list[UnitCost]:
-    """Units, with the least that exchanges hold them up. An exchange stands directly behind what makes its
-    tensor, and what reads that is in the same stage: only what lies between the two, and what is computed
-    again for the first one's backward, can run meanwhile."""
-    result = [*units]
-    for u, unit in enumerate(table.units):
-        trips = [(made, made.trip) for made in unit.makes if made.trip and made.trip.over in FOLDS]
-        if not trips:
-            continue
-        forth_s = sum(price(0, Instruction(Op(trip.by), u, 0, made.name, group=trip.over))
-                      for made, trip in trips)
-        back_s = sum(price(0, Instruction(back(trip.by), u, 0, gradient_kind(trip.becomes), group=trip.over))
-                     for made, trip in trips if made.grad)
-        come = {trip.becomes for _, trip in trips}
-        reader = next(at for at, other in enumerate(table.units)
-                      if any(read.unit == u and read.name in come for read in other.reads))
-        between = units[u + 1:reader]
-        forth_s -= sum(other.forward_s for other in between)
-        back_s -= units[u].again_s * units[u].again + sum(
-            other.backward_s + other.again_s * other.again for other in between)
-        result[u] = units[u]._replace(forward_wait_s=max(0.0, forth_s), backward_wait_s=max(0.0, back_s))
-    return result
 
 
 def _alone(config: Config) -> Config:

@@ -100,10 +100,10 @@ def _overlap(when: Walk, position: int, links: Links, waits: bool) -> list[float
         if item.op in COMPUTE:
             while at < len(busy) and busy[at][1] <= start:
                 at += 1
-            for begin, stop in busy[at:]:
-                if begin >= end:
-                    break
-                inside += min(end, stop) - max(start, begin)
+            then = at
+            while then < len(busy) and busy[then][0] < end:
+                inside += min(end, busy[then][1]) - max(start, busy[then][0])
+                then += 1
         result.append(inside)
     return result
 

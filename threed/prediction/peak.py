@@ -23,7 +23,7 @@ from threed.program.analysis import Analysis
 from threed.program.instruction import Instruction
 from threed.program.plan import Plan
 from threed.program.summary import StageSummary, stages
-from threed.program.walk import channels
+from threed.program.walk import Channels, channels
 from threed.schema import Config
 
 Temporaries = Callable[[Instruction], int]  # bytes of an instruction beside all slots
@@ -57,9 +57,9 @@ def peaks(analysis: Analysis, machine: Hardware, temporaries: Temporaries | None
 
     plan = analysis.plan
     held, of_device = temporaries or temporaries_of(plan), config_of(plan).run.device != "cpu"
-    found = []
+    ends, found = channels(plan.programs["train"]), []
     for position, row in enumerate(stages(analysis) if rows is None else rows):
-        count = communicators(plan, position)
+        count = communicators(plan, position, ends)
         context, opened = (machine.taken_bytes(0), machine.taken_bytes(count)) if of_device else (0, 0)
         found.append(Peak(position, row.fixed_bytes, row.activation_peak_bytes,
                           peak_bytes(analysis, position, held), context, count, opened - context))
@@ -73,10 +73,11 @@ def temporaries_of(plan: Plan) -> Temporaries:
     return Transient().of(plan)
 
 
-def communicators(plan: Plan, position: int) -> int:
-    """Communicators of a rank: its groups of several ranks, and its channels to other positions."""
-    return (groups(make_mesh(config_of(plan)), position)
-            + sum(position in ends for *ends, _ in channels(plan.programs["train"])))
+def communicators(plan: Plan, position: int, ends: Channels | None = None) -> int:
+    """Communicators of a rank: its groups of several ranks, and its channels to other positions. `ends`:
+    those of the train step, where they are known already."""
+    found = channels(plan.programs["train"]) if ends is None else ends
+    return groups(make_mesh(config_of(plan)), position) + sum(position in both for *both, _ in found)
 
 
 def groups(mesh: Mesh, position: int) -> int:

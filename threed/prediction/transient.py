@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from itertools import repeat
 from typing import Any
 
 import torch
@@ -201,11 +200,10 @@ def _peak(analysis: Analysis, position: int, name: str, transient: Callable[[Ins
 def working(analysis: Analysis, position: int, transient: Callable[[Instruction], int],
             name: str = "train") -> list[int]:
     """Bytes of activations and temporaries of a position at each instruction of a program."""
-    by_kind = analysis.memory(position, name).by_kind
-    rows = [by_kind[kind] for kind in activations(analysis.table) if kind in by_kind]
-    held = map(sum, zip(*rows, strict=True)) if rows else repeat(0)
-    return [size + (transient(item) if item.op in COMPUTE else 0)
-            for size, item in zip(held, analysis.plan.programs[name][position], strict=False)]
+    held = analysis.memory(position, name).total(*activations(analysis.table))
+    forms = analysis.links_at(name, position).forms
+    beside = {form: transient(form.item) if form.item.op in COMPUTE else 0 for form in dict.fromkeys(forms)}
+    return [size + beside[form] for size, form in zip(held, forms, strict=True)]
 
 
 class _Alone(Comm):

@@ -24,6 +24,7 @@ class Analysis:
         self._links: dict[tuple[str, int], Links] = {}
         self._simulated: dict[str, list[Links]] = {}
         self._buffers: dict[int, Buffers] = {}
+        self._memory: dict[tuple[str, int], Memory] = {}
 
     @cached_property
     def digest(self) -> str:
@@ -68,6 +69,9 @@ class Analysis:
         return self._buffers[position]
 
     def memory(self, position: int, name: str = "train") -> Memory:
-        """Bytes of a position's slots over a program. They are long, and not remembered."""
-        return memory(self.plan.programs[name][position], self.table, self.links_at(name, position),
-                      seam_of(self.table, position, name))
+        """Bytes of a position's slots over a program."""
+        key = name, position
+        if key not in self._memory:
+            self._memory[key] = memory(self.plan.programs[name][position], self.table,
+                                       self.links_at(name, position), seam_of(self.table, position, name))
+        return self._memory[key]

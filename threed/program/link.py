@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from operator import add
 from typing import NamedTuple
 
 from threed.program.effects import Effects
@@ -186,18 +185,29 @@ def follow(steps: Iterable[Step], start: Iterable[Slot]) -> Followed:
 # ---------------------------------------------------------------- memory
 
 
-class Memory(NamedTuple):
-    """Bytes alive on one rank over a program, by kind of slot: [index] -> after that instruction's writes."""
+Change = tuple[int, Iterable[int], bool]  # bytes, the instructions that change them, whether behind it
 
-    by_kind: dict[str, list[int]]
+
+class Memory(NamedTuple):
+    """Bytes alive on one rank over a program."""
+
+    length: int  # of the program
+    changes: dict[str, list[Change]]  # by kind of slot
+
+    @property
+    def by_kind(self) -> dict[str, list[int]]:
+        """The bytes of each kind of slot, as from `total`."""
+        return {kind: self.total(kind) for kind in self.changes}
 
     def total(self, *kinds: str) -> list[int]:
-        """Bytes of slots of these kinds together (without arguments, of all kinds)."""
-        rows = [row for kind, row in self.by_kind.items() if not kinds or kind in kinds]
-        total = rows[0] if rows else []
-        for row in rows[1:]:
-            total = list(map(add, total, row))
-        return total
+        """Bytes of slots of these kinds together (without arguments, of all kinds): [index] -> after that
+        instruction's writes."""
+        row = [0] * (self.length + 1)
+        for kind in self.changes.keys() & kinds if kinds else self.changes:
+            for size, indices, behind in self.changes[kind]:
+                for index in indices:
+                    row[index + behind] += size
+        return list(accumulate(row[:-1]))
 
     def peak(self, *kinds: str) -> int:
         """The most bytes that slots of these kinds (without arguments, of all kinds) take together."""
@@ -205,20 +215,17 @@ class Memory(NamedTuple):
 
 
 def memory(program: Program, table: Table, links: Links, start: set[Slot]) -> Memory:
-    """Follow the bytes of a program in issue order."""
-    # Kind of slot -> by how much its bytes change at each instruction; what is freed is gone at the next.
-    changes: defaultdict[str, list[int]] = defaultdict(lambda: [0] * (len(program) + 1))
+    """Follow the bytes of a program in issue order. What is freed is gone at the next instruction."""
+    changes: defaultdict[str, list[Change]] = defaultdict(list)
     for slot in start:
-        changes[slot.name][0] += table.size(slot)
+        changes[slot.name].append((table.size(slot), (0,), False))
     of_strands, shared = links.split()
     for kind, size, index, freed in _sizes(shared, table, start):
-        changes[kind][index + freed] += size
+        changes[kind].append((size, (index,), freed))
     for strand, steps in zip(links.strands, of_strands, strict=True):
         for kind, size, place, freed in _sizes(steps, table, ()):
-            row = changes[kind]
-            for index in strand.indices[place]:
-                row[index + freed] += size
-    return Memory({kind: list(accumulate(row[:-1])) for kind, row in changes.items()})
+            changes[kind].append((size, strand.indices[place], freed))
+    return Memory(len(program), dict(changes))
 
 
 def _sizes(steps: Iterable[Step], table: Table,

@@ -105,7 +105,7 @@ def stage(analysis: Analysis, position: int, alive: Memory) -> StageSummary:
         host_bytes=away[Tier.HOST] + pools.host_bytes(table), disk_bytes=away[Tier.DISK],
         snapshot_bytes=_snapshot_bytes(table, position),
         activation_peak_bytes=alive.peak(*activations(table)),
-        slot_peak_bytes={kind: max(row) for kind, row in sorted(alive.by_kind.items()) if max(row)},
+        slot_peak_bytes={kind: most for kind in sorted(alive.changes) if (most := alive.peak(kind))},
         gathers=counts[Op.GATHER], reduces=counts[Op.REDUCE],
         sent_bytes=dict(sent), moved_bytes=dict(moved), frozen=_frozen(table, position),
         units=[table.units[u].name for u in table.units_of(position)])

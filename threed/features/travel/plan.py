@@ -5,15 +5,20 @@ Placed after other computation, it would wait for that.
 
 from __future__ import annotations
 
+from itertools import product
+
 from threed.program.handed import leaving
-from threed.program.instruction import COMPUTE, Programs, insert
+from threed.program.instruction import COMPUTE, Instruction, Programs, insert
 from threed.program.table import Table
 
 
 def travel(programs: Programs, table: Table) -> Programs:
     """The programs with what travels."""
-    if not any(each.trip for unit in table.units for each in unit.makes):
+    after = {(op, unit): items for op, unit in product(COMPUTE, range(len(table.units)))
+             if (items := leaving(Instruction(op, unit), table))}
+    if not after:
         return programs
-    return [insert(program, {}, {index: after for index, item in enumerate(program)
-                                 if item.op in COMPUTE and (after := leaving(item, table))})
+    return [insert(program, {}, {index: [Instruction(each.op, each.unit, item.microbatch, each.kind,
+                                                     group=each.group) for each in after[item[:2]]]
+                                 for index, item in enumerate(program) if item[:2] in after})
             for program in programs]

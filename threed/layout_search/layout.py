@@ -19,6 +19,7 @@ KEYS = {
     "reduce_every": "zero.reduce_every", "policy": "activation.policy", "every": "activation.every",
     "offload_activations": "activation.offload", "offload_optimizer": "offload.optimizer",
     "tile_linears": "model.tile_linears", "reduce_dtype": "precision.reduce_dtype", "ep": "parallel.ep",
+    "pair": "parallel.pair",
 }
 
 
@@ -50,6 +51,12 @@ class Layout(NamedTuple):
     tile_linears: str | None = None
     reduce_dtype: str | None = None  # None: what the config has
     ep: int = 1
+    pair: bool = False
+
+    @property
+    def can_pair(self) -> bool:
+        """Whether it has exchanges and a schedule for `pair`."""
+        return self.ep > 1 and bool(SCHEDULES[self.schedule].paired)
 
     @property
     def often(self) -> bool:
@@ -72,7 +79,7 @@ class Layout(NamedTuple):
             times = f" x{self.virtual_stages}" if SCHEDULES[self.schedule].virtual is None else ""
             words.append(self.schedule + times)
         words.append(f"micro-batch {self.micro_batch_size}")
-        words += ["sequence parallel"] * self.sequence_parallel
+        words += ["pairs"] * self.pair + ["sequence parallel"] * self.sequence_parallel
         if self.dp > 1:
             over = f" over {self.shard_size}" if self.shard_size < self.dp else ""
             words.append(f"ZeRO-{self.stage}{over}")
@@ -108,7 +115,7 @@ def config_of(layout: Layout, base: Config) -> Config:
     parallel.tp, parallel.pp, parallel.dp, parallel.ep = layout.tp, layout.pp, layout.dp, layout.ep
     parallel.axis_order, parallel.schedule = layout.axis_order, layout.schedule
     parallel.virtual_stages = layout.virtual_stages if free else None
-    parallel.sequence_parallel = layout.sequence_parallel
+    parallel.sequence_parallel, parallel.pair = layout.sequence_parallel, layout.pair
     config.train.micro_batch_size = layout.micro_batch_size
     shard = layout.shard_size if layout.shard_size < layout.dp else None
     third = base.zero if layout.stage == 3 else ZeroConfig()

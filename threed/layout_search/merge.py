@@ -64,8 +64,9 @@ def merged(table: Table, ends: bool = True) -> Merged:
     """A table with fewer units, which cost the same. `ends`: whether the first and the last member of a run
     stay alone, and pairs of the others become one: what the step's start and end wait for is as large as in
     the real plan. Else all of them become one."""
-    if table.activation.offload or table.activation.partition or (ends and _often(table)):
-        return Merged(table, table, ())  # what is kept moves unit by unit; or the size of each unit counts
+    if table.activation.offload or table.activation.partition or table.pair or (ends and _often(table)):
+        # What is kept moves, and pairs are made, unit by unit; or the size of each unit counts
+        return Merged(table, table, ())
     groups, parts = _groups(table), list[Same]()
     for first, stop, size in runs([_kind(table, group) for group in groups]):
         run = [groups[at:at + size] for at in range(first, stop, size)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -13,13 +14,16 @@ from threed.base.quantity import BYTES, many, parse_memory, show_bytes, show_cou
 from threed.base.texttable import wrapped
 from threed.config.load import checked
 from threed.layout_search.best_first import TRIES, Search, SearchResult, Timed, helps, making_plans
+from threed.layout_search.layout import Layout
 from threed.layout_search.request import Question, ask, write
 from threed.layout_search.short_plan import ShortPlans
 from threed.layout_search.space import NO_MEMORY
 from threed.models.model import model_flops
 from threed.prediction.hardware import DEFAULT, OF_CPUS, Hardware
+from threed.schema import Config
 
 _PLANNED = 20  # ideas about which the full plan decides
+_WAITED = 0.01  # of a step: for so long exchanges are waited for, where pairs are tried
 _BY_PLAN = "does not fit, or cannot run, by the full plan"
 Progress = Callable[[str], None]
 
@@ -77,25 +81,43 @@ def _planned(asked: Question, machine: Hardware, limit: int, result: SearchResul
         if idea in done or tries[idea] == TRIES:
             continue
         tries[idea] += 1
-        config = asked.config(each.layout)
-        config.train.eval_every = config.checkpoint.every = 0  # a step has no part in them
         progress(f"plan {len(rows) + 1}: {each.layout.text()}")
-        try:
-            measured = measure(checked(config), machine, transient)
-        except ThreedError:
-            measured = {"peak_bytes": limit + 1}
-        if measured["peak_bytes"] > limit:
+        row = _planned_row(asked, machine, limit, each, lambda config: measure(config, machine, transient))
+        if row is None:
             result.dropped[_BY_PLAN] += 1
             continue
         done.add(idea)
-        rows.append(_row(asked, machine, each, measured))
+        rows.append(row)
         if len(rows) == _PLANNED:
             break
     return sorted(rows, key=lambda row: row["step_s"])
 
 
-def _row(asked: Question, machine: Hardware, each: Timed, measured: dict[str, Any]) -> dict[str, Any]:
-    layout, base = each.layout, asked.base
+def _planned_row(asked: Question, machine: Hardware, limit: int, each: Timed,
+                 measure: Callable[[Config], dict[str, Any]]) -> dict[str, Any] | None:
+    """The row of a layout by its full plan; with pairs, where exchanges are waited for and pairs fit and are
+    faster. None where it does not fit, or cannot run."""
+    def row(pair: bool, least_s: float = math.inf) -> dict[str, Any] | None:
+        layout = each.layout._replace(pair=pair)
+        config = asked.config(layout)
+        config.train.eval_every = config.checkpoint.every = 0  # a step has no part in them
+        try:
+            measured = measure(checked(config))
+        except ThreedError:
+            return None
+        fits = measured["peak_bytes"] <= limit and measured["step_s"] < least_s
+        return _row(asked, machine, layout, measured) if fits else None
+
+    fixed = asked.fixed.get("pair")
+    plain = row(bool(fixed))
+    if fixed is None and plain is not None and each.layout.can_pair and (
+            plain["lost_s"]["exchanges"] > _WAITED * plain["step_s"]):
+        return row(True, plain["step_s"]) or plain
+    return plain
+
+
+def _row(asked: Question, machine: Hardware, layout: Layout, measured: dict[str, Any]) -> dict[str, Any]:
+    base = asked.base
     plans = ShortPlans(asked.config(layout), machine)
     parts = plans.parts()
     step_s, ranks = measured["step_s"], layout.tp * layout.pp * layout.dp

@@ -22,6 +22,7 @@ from threed.schedules.orders import SCHEDULES
 # Reasons for which layouts are dropped
 NO_SHAPE = "tp does not divide the model"
 NO_FOLD = "a fold does not divide its ranks"
+NO_PAIRS = "no exchanges, or no schedule, for parallel.pair"
 NO_TILES = "the model has no such tiles"
 NO_BATCH = "dp x micro-batch does not divide the global batch"
 NO_STAGES = "more stages than units of the model"
@@ -130,8 +131,12 @@ class Space:
                 continue
             for order in self._choices("axis_order", self._orders(mesh)):
                 for name, virtual in self._schedules(mesh, batch // (mesh.dp * size)):
-                    yield mesh._replace(micro_batch_size=size, axis_order=order, schedule=name,
-                                        virtual_stages=virtual)
+                    shape = mesh._replace(micro_batch_size=size, axis_order=order, schedule=name,
+                                          virtual_stages=virtual)
+                    if self.fixed.get("pair") and not shape.can_pair:
+                        self._drop(NO_PAIRS, shape.text())
+                    else:
+                        yield shape
 
     def _orders(self, mesh: Layout) -> tuple[str, ...]:
         """Where a node has room for two axes, either pp or dp may lie inside it."""

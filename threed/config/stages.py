@@ -35,7 +35,7 @@ def check_folds(config: Config) -> Iterator[Problem]:
                              f"cut over {', '.join(folds)}: all ranks of {axis} would send the same tokens; "
                              "set it to true")
     precision = config.precision
-    for key in ("grad_dtype", "reduce_dtype", "master"):
+    for key in ("grad_dtype", "reduce_dtype"):
         value = getattr(precision, key)
         if value != "fp32" and not config.model.own_layers and counts_rows(config):
             yield Problem.of(f"precision.{key}", f"={value} with model.balance=bias: counts of rows are "

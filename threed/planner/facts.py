@@ -132,10 +132,18 @@ def make_table(config: Config, place: tuple[int, ...]) -> Table:
             name, positions, laid.numel, laid.padding, shared.group, shared.shards,
             shared.reductions(laid, len(positions)) if trains else (),
             whole=all(persists(config, placed.parameter) for placed in laid.placed), trains=trains,
-            kind=kind, optimizer=KINDS[kind].optimizer if kind in KINDS else "", fold=fold)
+            kind=kind, fold=fold, **_of_kind(config, kind))
     _send_home(config, parameters)
     return cut(replace(table, parameters=parameters),
                settings(config, make_mesh(config), parallel.sequence_parallel))
+
+
+def _of_kind(config: Config, kind: str) -> dict[str, str]:
+    """What a kind of parameter units has that others have of the config."""
+    if kind not in KINDS:
+        return {}
+    row = KINDS[kind]
+    return {"optimizer": row.optimizer, "dtype": row.dtype if row.dtype != config.precision.dtype else ""}
 
 
 def _on_mesh(config: Config, units: tuple[ComputeUnit, ...],

@@ -98,8 +98,8 @@ def test_more(name, references):
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("more", [
-    [], [*SP, "parallel.ep=4", *FULL], [*PP, "parallel.schedule=zb-v", "zero.stage=3"]],
-    ids=["ep", "sp-full", "zb-v-zero-3"])
+    [], [*SP, "parallel.ep=4", *FULL], [*PP, "parallel.schedule=zb-v", "zero.stage=3"],
+    ["precision.master=none"]], ids=["ep", "sp-full", "zb-v-zero-3", "no-master"])
 def test_16_bits(dtype, more, references):
     scale = ["precision.loss_scale=1024"] if dtype == "fp16" else BIAS
     assert_contract(moe(*MESHES["ep"], f"precision.dtype={dtype}", *scale, *SHARED, *more), references)

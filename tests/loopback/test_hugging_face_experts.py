@@ -88,6 +88,22 @@ def test_stacked_experts_are_the_same_weights(kind, dtype, tmp_path):
     assert all(was[name].dtype == now[name].dtype and torch.equal(was[name], now[name]) for name in was)
 
 
+@pytest.mark.parametrize("was", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_biases_of_routers_are_exact(was, dtype, tmp_path):
+    """They are fp32, whatever the dtype of the import was, of compute is, and of the export is to be."""
+    source, bias = both(tmp_path, "dots1", was)[0], "model.layers.1.mlp.gate.e_score_correction_bias"
+    values = {**load_file(source / "model.safetensors"), bias: torch.arange(1.0, 1.0 + X) + 1e-6}
+    values[bias][0] = 1e5  # too large for 16 bits of fp16
+    save_file(values, source / "model.safetensors", {"format": "pt"})
+    import_model(source, tmp_path / "run", ["precision.dtype=fp16"])
+    export_model(tmp_path / "run", tmp_path / "out", dtype)
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(written[bias], values[bias]) and written[bias].dtype == torch.float32
+    others = {value.dtype for name, value in written.items() if not name.endswith("correction_bias")}
+    assert others == {tensors.DTYPES[tensors.NAMES[dtype]]}
+
+
 def test_stacked_experts_in_several_files_without_a_prefix(tmp_path):
     apart, together = both(tmp_path, "qwen3_moe")
     values = {name.removeprefix("model."): value

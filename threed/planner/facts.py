@@ -126,24 +126,24 @@ def make_table(config: Config, place: tuple[int, ...]) -> Table:
         positions = tuple(sorted(ends)) if kind == TIED else (place[stage_of[user]],)
         name = {OWN: units[user].name, TIED: "tied embedding"}.get(kind, f"{units[user].name}, {kind}")
         trains = any(placed.parameter.trains for placed in laid.placed)
-        fold = fold_of(kinds[index].parameters)
+        fold, (optimizer, dtype) = fold_of(kinds[index].parameters), _of_kind(config, kind)
         shared = ordinary.folded(config, fold) if fold else ordinary
         parameters[index] = ParameterUnit(
             name, positions, laid.numel, laid.padding, shared.group, shared.shards,
             shared.reductions(laid, len(positions)) if trains else (),
             whole=all(persists(config, placed.parameter) for placed in laid.placed), trains=trains,
-            kind=kind, fold=fold, **_of_kind(config, kind))
+            kind=kind, optimizer=optimizer, fold=fold, dtype=dtype)
     _send_home(config, parameters)
     return cut(replace(table, parameters=parameters),
                settings(config, make_mesh(config), parallel.sequence_parallel))
 
 
-def _of_kind(config: Config, kind: str) -> dict[str, str]:
-    """What a kind of parameter units has that others have of the config."""
+def _of_kind(config: Config, kind: str) -> tuple[str, str]:
+    """(optimizer, dtype) of a kind of parameter units, where these are not the config's."""
     if kind not in KINDS:
-        return {}
+        return "", ""
     row = KINDS[kind]
-    return {"optimizer": row.optimizer, "dtype": row.dtype if row.dtype != config.precision.dtype else ""}
+    return row.optimizer, row.dtype if row.dtype != config.precision.dtype else ""
 
 
 def _on_mesh(config: Config, units: tuple[ComputeUnit, ...],

@@ -133,8 +133,8 @@ class Reference:
         # Biases of routers -> the mean of rows of an expert in a step: their gradients are counts.
         self.counted = {p.name: p.counted * config.tokens_per_step for p in specs if p.counted and p.trains}
         self.live = {
-            p.name: nn.Parameter(self.masters[p.name].detach().to(self.dtype).view(p.module_shape({})),
-                                 p.trains)
+            p.name: nn.Parameter(self.masters[p.name].detach().to(torch.float32 if p.counted else self.dtype)
+                                 .view(p.module_shape({})), p.trains)
             for p in specs
         }
         self.layers = [layer.build(context, self.live) for layer in layers(model)]
@@ -218,7 +218,7 @@ class Reference:
         tokens = normed.flatten(0, 1)
         logits = tokens.float() @ self.live[f"{name}.router.weight"].float().t()
         scores = logits.softmax(-1) if model.router_score == "softmax" else logits.sigmoid()
-        bias = self.live[f"{name}.router.bias"].float() if model.balance == "bias" else 0.0
+        bias = self.live[f"{name}.router.bias"] if model.balance == "bias" else 0.0
         picks = self._picks(model, scores.detach() + bias, x.shape[1])
         self.picks.append((name, picks))
         of_samples = picks.view(-1, len(batch.samples_B), model.experts_per_token)

@@ -27,7 +27,8 @@ def test_two_ranks(tmp_path):
     done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
                           timeout=300)
     assert done.returncode == 0, done.stderr
-    for kind in ("products", "products in 16 bits", "attention", "units", "collectives", "messages"):
+    for kind in ("products", "products in 16 bits", "attention", "units", "collectives", "all-to-alls",
+                 "messages"):
         assert re.search(rf"^{kind} +[\d.]+% on average, +[\d.]+% at most, of \d+$", done.stdout, re.M), kind
     assert f"wrote {file}" in done.stdout
     assert re.search(r"^\.\.\. +\d+ s  products$", done.stderr, re.M)

@@ -156,6 +156,12 @@ def test_the_config_of_one_process():
     assert (larger.world_size, larger.train.global_batch_size, larger.precision.master) == (4, 6, "fp32")
 
 
+def test_the_config_of_one_process_with_biases_of_routers():
+    """They are fp32 without masters, too."""
+    run = load("configs/toy-moe.yaml", ["precision.dtype=bf16", "model.balance=bias"])
+    assert forward_config(run, Path("runs/x"), "auto", None).precision.master == "none"
+
+
 @pytest.mark.parametrize("problem", ["tokenizer", "prompt"])
 def test_samples_that_cannot_be_written_end_the_run_before_it_begins(problem, begin, tmp_path, cache):
     """A Megatron prefix brings no tokenizer; a prompt that is too long."""

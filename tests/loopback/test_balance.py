@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.harness import batches
-from tests.loopback.test_experts import MESHES, PP, moe
+from tests.loopback.test_experts import BF16, BIAS, MESHES, PP, moe
 from tests.loopback.test_saved import watch
 from tests.reference import Picks
 from threed.base.errors import RunError
@@ -17,6 +17,7 @@ from threed.comm.lanes import Lane
 from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
 from threed.features.travel.arrivals import Arrivals, room_for
+from threed.models.layers.experts import Routes
 from threed.monitor.measure import Meter
 from threed.planner import make_mesh, make_plan
 from threed.program.analysis import Analysis
@@ -145,6 +146,44 @@ def test_memory_of_the_rows_that_come(more, route, least, monkeypatch):
         # `sent`: of what it sends, a rank of a loopback has a copy.
         sent = next(made.bytes for unit in plan.table.units for made in unit.makes if made.name == "routed")
         assert least * peak < measured <= peak + sent, (rank, measured / peak)
+
+
+@pytest.mark.parametrize("more", [
+    [], ["zero.stage=1"], ["zero.stage=2", "precision.master=none"], ["zero.stage=3"],
+    ["zero.stage=3", "zero.persist_below=1000"], ["zero.stage=3", "model.lora_rank=2"],
+    *(["zero.stage=3", f"offload.optimizer={away}", f"offload.parameters={away}", f"offload.nvme_path={path}"]
+      for away, path in (("cpu", "null"), ("nvme", "/tmp")))], ids=lambda more: "-".join(more) or "zero-0")
+def test_biases_have_32_bits(more, monkeypatch):
+    """Near 1, bf16 could not hold a step of 0.001. Routers read each as it is, from wherever it comes; their
+    weights are 16 bits."""
+    config = moe(*MESHES["ep-edp"], *BIAS, *BF16, "optimizer.balance_rate=0.001", *more)
+    plan, choice = make_plan(config), Routes._choice
+    read: dict[tuple[str, int], list[torch.Tensor]] = {}
+
+    def choosing(self, *args):
+        bias, weight = self.router.compute.bias, self.router.compute.weight
+        assert (bias.dtype, weight.dtype) == (torch.float32, torch.bfloat16)
+        read.setdefault((self.name, self.context.groups["world"].rank()), []).append(bias.detach().clone())
+        return choice(self, *args)
+
+    def work(comm: Comm) -> None:
+        engine = Engine(config, plan, comm)
+        for state in engine.states.values():
+            if state.part.unit.kind == "counted":
+                state.optimizer_state.master[:state.part.unpadded].fill_(1.0)
+                state.optimizer_state.publish()
+        for step in range(3):
+            engine.train_step(batches(config, comm, step))
+
+    monkeypatch.setattr(Routes, "_choice", choosing)
+    run_loopback(plan, make_mesh(config), work)
+    assert len(read) == config.model.layers * 4
+    for seen in read.values():
+        before, after, last = (seen[at * config.num_microbatches] for at in range(3))
+        assert (before == 1).all() and len(seen) == 3 * config.num_microbatches
+        for then, now in ((before, after), (after, last)):
+            moved = (now - then).sign() * (not config.model.lora_rank)  # LoRA freezes them
+            assert torch.equal(now, then + moved * 0.001) and (moved.any() or config.model.lora_rank)
 
 
 def test_no_experts_no_metrics():

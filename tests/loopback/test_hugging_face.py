@@ -63,6 +63,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "dots1": ("Dots1", {**LLAMA, "head_dim": 8, "n_routed_experts": 8, "num_experts_per_tok": 3,
                         "moe_intermediate_size": 24, "n_shared_experts": 2, "first_k_dense_replace": 1,
                         "norm_topk_prob": True, "routed_scaling_factor": 2.5, "n_group": 1, "topk_group": 1}),
+    "dots1-groups": ("Dots1", {**LLAMA, "n_routed_experts": 16, "num_experts_per_tok": 4, "n_group": 4,
+                               "topk_group": 2, "moe_intermediate_size": 24, "n_shared_experts": 1,
+                               "first_k_dense_replace": 0, "norm_topk_prob": False}),
     "qwen3-tied": ("Qwen3", {**LLAMA, "head_dim": 8, "tie_word_embeddings": True}),
 }
 RUN = [f"model.seq_len={SEQ}", "train.global_batch_size=2", "train.micro_batch_size=2", "train.eval_every=1",
@@ -91,6 +94,9 @@ def make(name: str, folder: Path, shard: str = "20KB", dtype: torch.dtype = torc
     with torch.no_grad():
         for name, weight in model.named_parameters():  # norms and biases, too, each its own
             weight.copy_(torch.randn_like(weight) * 0.1 + (1.0 if "norm" in name or "ln_" in name else 0.0))
+        for name, bias in model.named_buffers():
+            if name.endswith("correction_bias"):
+                bias.copy_(torch.randn_like(bias) * 0.1)
     model.save_pretrained(folder, max_shard_size=shard)
     return Made(folder, model)
 
@@ -203,7 +209,7 @@ def test_trained_on_two_meshes(made, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("mesh", [
     [], ["parallel.tp=2", "parallel.pp=2", "zero.stage=3"]], ids=["alone", "mesh"])
-@pytest.mark.parametrize("name", ["llama3", "mixtral", "qwen3-moe", "dots1"])
+@pytest.mark.parametrize("name", ["llama3", "mixtral", "qwen3-moe", "dots1", "dots1-groups"])
 def test_gradients(name, mesh, tmp_path, monkeypatch):
     """A step of SGD moves every weight as a step of transformers' own gradients does."""
     made, run, rate = make(name, tmp_path / "theirs"), tmp_path / "run", 0.5
@@ -220,6 +226,16 @@ def test_gradients(name, mesh, tmp_path, monkeypatch):
         change, grad = (weight - moved[key]).detach() / rate, weight.grad
         assert grad is not None
         assert (change - grad).abs().max() <= 1e-5 * grad.abs().max() + 1e-6, key
+
+
+def test_groups_of_experts_limit_the_choice(tmp_path):
+    """Of the model with which logits and gradients are compared: without groups it computes others."""
+    model = make("dots1-groups", tmp_path / "theirs").model
+    limited = theirs(model)
+    for each in model.modules():
+        if hasattr(each, "topk_group"):
+            each.num_group = each.topk_group = 1
+    assert (theirs(model) - limited).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
@@ -240,7 +256,8 @@ def test_an_export_loads_strictly(name, dtype, tmp_path, monkeypatch):
     asked = DTYPES[NAMES[dtype]]
     assert {each.dtype for each in model.parameters()} == {asked} and model.config.dtype == asked
     for key, value in made.model.state_dict().items():
-        assert torch.equal(model.state_dict()[key], value.to(asked)), key
+        wide = key.endswith("correction_bias")  # of a router: always fp32
+        assert torch.equal(model.state_dict()[key], value if wide else value.to(asked)), key
 
 
 def test_what_llama_toy_trains_goes_out(tmp_path, monkeypatch):

@@ -16,11 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.loopback.test_checkpoint import manifest
+from tests.loopback.test_experts import moe
 from tests.loopback.test_hugging_face_files import HERE, LLAMA, change, folder, refused, same
 from threed.base.errors import InputError
 from threed.interop.hf import source as trained
 from threed.interop.hf import tensors
-from threed.interop.hf.config import family_of, values_of
+from threed.interop.hf.config import family_for, family_of, values_of
 from threed.interop.hf.exporting import export_model
 from threed.interop.hf.importing import import_model
 
@@ -86,6 +87,22 @@ def test_stacked_experts_are_the_same_weights(kind, dtype, tmp_path):
     was, now = (load_file(path / "model.safetensors") for path in (apart, tmp_path / "back-together"))
     assert was.keys() == now.keys()
     assert all(was[name].dtype == now[name].dtype and torch.equal(was[name], now[name]) for name in was)
+
+
+@pytest.mark.parametrize("was", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_biases_of_routers_are_exact(was, dtype, tmp_path):
+    """They are fp32, whatever the dtype of the import was, of compute is, and of the export is to be."""
+    source, bias = both(tmp_path, "dots1", was)[0], "model.layers.1.mlp.gate.e_score_correction_bias"
+    values = {**load_file(source / "model.safetensors"), bias: torch.arange(1.0, 1.0 + X) + 1e-6}
+    values[bias][0] = 1e5  # too large for 16 bits of fp16
+    save_file(values, source / "model.safetensors", {"format": "pt"})
+    import_model(source, tmp_path / "run", ["precision.dtype=fp16"])
+    export_model(tmp_path / "run", tmp_path / "out", dtype)
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(written[bias], values[bias]) and written[bias].dtype == torch.float32
+    others = {value.dtype for name, value in written.items() if not name.endswith("correction_bias")}
+    assert others == {tensors.DTYPES[tensors.NAMES[dtype]]}
 
 
 def test_stacked_experts_in_several_files_without_a_prefix(tmp_path):
@@ -199,6 +216,29 @@ def test_what_threed_does_not_have_is_refused_by_name(changes, words):
         config = {**described(kind), **changes}
         with pytest.raises(InputError, match=re.escape(words)):
             values_of(family_of(config, HERE), config, HERE)
+
+
+def test_groups_of_experts_by_another_rule():
+    """transformers adds up the two best scores of a group; with other numbers of experts of a token the
+    choices would differ, in either direction."""
+    groups = {**described("dots1"), "n_routed_experts": 16, "n_group": 4, "topk_group": 2}
+    for k, chosen, agrees in ((4, 2, True), (6, 2, False), (2, 1, True), (4, 4, False)):
+        config = {**groups, "num_experts_per_tok": k, "topk_group": chosen}
+        family = family_of(config, HERE)
+        model = moe("model.experts=16", f"model.experts_per_token={k}", "model.expert_groups=4",
+                    f"model.groups_per_token={chosen}", "model.router_score=sigmoid", "model.balance=bias",
+                    "model.qk_norm=true", "model.shared_expert_ffn=24", "model.tie_embeddings=false").model
+        if agrees:
+            values, notes = values_of(family, config, HERE)
+            assert (values["expert_groups"], values["groups_per_token"]) == (4, chosen)
+            assert not any("does not know" in note for note in notes)
+            assert family_for(model, None).model_type == "dots1"
+            continue
+        with pytest.raises(InputError, match=rf"num_experts_per_tok={k}, n_group=4, topk_group={chosen}: in "
+                                             rf"dots1 .* best 2, and in threed as its best {k // chosen}, "):
+            values_of(family, config, HERE)
+        with pytest.raises(InputError, match=rf"dots1 has no groups .* as their best {k // chosen}\b"):
+            family_for(model, None)
 
 
 def test_keys_that_are_off_are_no_news():

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.harness import assert_contract, loopback, same_bits
+from tests.harness import loopback, same_bits
 from tests.loopback.test_experts import BIAS, FULL, MESHES, PP, SHARED, SP, moe
 from threed.planner import make_plan
-from threed.program.instruction import BACKWARDS, Op
+from threed.program.instruction import Instruction, Op
 from threed.schedules.orders import SCHEDULES
 
 PAIR, LONG = "parallel.pair=true", ["model.layers=4", "train.global_batch_size=12"]
@@ -20,7 +20,8 @@ CELLS = {
     "full": ["parallel.schedule=dualpipe-v", *FULL, "zero.stage=3"],
     "full-1f1b": ["parallel.schedule=1f1b", *FULL, *SHARED],
     "bf16": ["parallel.schedule=zb-h1", "precision.dtype=bf16", *BIAS],
-    "bf16-full": ["parallel.schedule=interleaved", "parallel.virtual_stages=2", "precision.dtype=bf16", *FULL],
+    "bf16-full": ["parallel.schedule=interleaved", "parallel.virtual_stages=2", "precision.dtype=bf16",
+                  *FULL],
     "kept-on-host": ["parallel.schedule=zb-v", *FULL, "activation.offload=cpu"],
     "offload": ["parallel.schedule=dualpipe-v", "zero.stage=3", "offload.optimizer=cpu",
                 "offload.parameters=cpu", *FULL],
@@ -40,3 +41,20 @@ def config_of(name: str, *more: str):
 @pytest.mark.parametrize("name", CELLS)
 def test_to_the_bit(name):
     same_bits([loopback(config_of(name, *more), 2) for more in ([], [PAIR])])
+
+
+def by_turns(program: tuple[Instruction, ...]) -> int:
+    """How often a backward of one micro-batch is computed amid the units of a forward of another's stage."""
+    computed = [item for item in program if item.op in (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT)]
+    return sum(before.op == after.op == Op.FORWARD != item.op
+               and before.microbatch == after.microbatch != item.microbatch
+               for before, item, after in zip(computed, computed[1:], computed[2:]))
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_there_are_pairs(name):
+    """But where a schedule would only wait: each pair ends later than its first part would."""
+    plan, plain = (make_plan(config_of(name, *more)) for more in ([PAIR], []))
+    assert not any(by_turns(program) for program in plain.programs["train"])
+    pairs = sum(by_turns(program) for program in plan.programs["train"])
+    assert pairs > 0 or name in ("v-half", "v-min"), name

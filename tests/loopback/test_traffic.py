@@ -31,6 +31,10 @@ CASES = {
                                       "model.tie_embeddings=false"],
 }
 
+BIASES = ["model.family=moe", "model.experts=8", "model.balance=bias", "model.moe_route=balanced",
+          "precision.dtype=bf16", "parallel.dp=4", "parallel.ep=2"]
+CASES |= {f"biases-{stage}": [*BIASES, f"zero.stage={stage}"] for stage in (1, 3)}
+
 
 def check(config: Config) -> None:
     ranks, mesh, rows = loopback(config, steps=2), make_mesh(config), stages(analyse(config))

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from threed.schedules.arrange import Job, arrange, follow
+from threed.schedules.arrange import LaneTask, arrange, follow
 
 # Microseconds of two layers with experts in DeepSeek's profile of DualPipe (H800, EP64, balanced), in the
 # order in which each lane runs them: c combine, a attention, m experts, d dispatch; F, B, and W of weights.
@@ -20,18 +20,18 @@ LANES = {"c": "ep", "d": "ep"}
 BEHIND = {"dF": "aF", "mF": "dF", "cF": "mF", "mB": "cB", "mW": "mB", "dB": "mB", "aB": "dB", "aW": "aB"}
 
 
-def jobs_of(layers, in_turn: bool = False) -> tuple[Job, ...]:
+def jobs_of(layers, in_turn: bool = False) -> tuple[LaneTask, ...]:
     """A forward through layers and a backward through others. `in_turn`: each lane in the order given."""
     place, jobs = {}, []
     for index, layer in enumerate(layers):
         for name, takes in layer.items():
             first = {"aF": "cF", "cB": "aB"}.get(name)
-            needs = {place.get((index - bool(first), first or BEHIND.get(name)))}
+            lane, key = LANES.get(name[0], "compute"), (index - bool(first), first or BEHIND.get(name))
+            needs = {place[key]} if key in place else set[int]()
             if in_turn:
-                lane = LANES.get(name[0], "compute")
-                needs.add(max((at for at, job in enumerate(jobs) if job.lane == lane), default=None))
+                needs.update([at for at, job in enumerate(jobs) if job.lane == lane][-1:])
             place[index, name] = len(jobs)
-            jobs.append(Job(takes, LANES.get(name[0], "compute"), tuple(sorted(needs - {None}))))
+            jobs.append(LaneTask(takes, lane, tuple(sorted(needs))))
     return tuple(jobs)
 
 

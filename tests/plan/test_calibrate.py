@@ -19,8 +19,10 @@ from threed.planner import make_pipeline, make_plan
 from threed.prediction.hardware import Hardware, load
 from threed.spec.kernels import AttentionKernel, Moved, Product
 
-CPU = replace(load("cpu-core"), half_dim=6.0, launch_us=9.0, host_us=120.0, contention=0.4, node_us=80.0)
-GPU = replace(load("a100-sxm"), efficiency=0.6, memory_efficiency=0.7, attention_efficiency=0.4)
+CPU = replace(load("cpu-core"), half_dim=6.0, launch_us=9.0, host_us=120.0, contention=0.4, node_us=80.0,
+              exchange_efficiency=0.6)
+GPU = replace(load("a100-sxm"), efficiency=0.6, memory_efficiency=0.7, attention_efficiency=0.4,
+              exchange_efficiency=1.3)
 RATES = {"step": 1e10, "link": 5e9, "read": 1e9, "write": 5e8, "launch": 6e-6, "contention": 0.4,
          "context": 3e8, "memory": 8.5e10}
 
@@ -44,8 +46,9 @@ def points(hardware: Hardware, cuda: bool) -> list[Computed]:
 
 
 def measured(hardware: Hardware, cuda: bool, ranks: int) -> list[RankPoints]:
-    sent = [Sent("collectives", "", way, size, ranks, ranks, 0.0)
-            for way in ("ring", "all_reduce", "message") for size in (128, 1 << 14, 1 << 20, 1 << 25)]
+    sent = [Sent("all-to-alls" if way == "exchange" else "collectives", "", way, size, ranks, ranks, 0.0)
+            for way in ("ring", "all_reduce", "message", "exchange")
+            for size in (128, 1 << 14, 1 << 20, 1 << 25)]
     sent = [point._replace(seconds=point.predicted_s(hardware)) for point in sent]
     return [RankPoints("NVIDIA A100-SXM4-80GB" * cuda, points(hardware, cuda), sent if ranks > 1 else [],
                        dict(RATES)) for _ in range(ranks)]
@@ -68,6 +71,7 @@ def test_cpu(ranks):
         assert found.node_us == pytest.approx(CPU.node_us, 0.1) and found.contention == 0.4
         assert found.node_gbps * found.node_efficiency == pytest.approx(
             CPU.node_gbps * CPU.node_efficiency, 0.05)
+        assert found.exchange_efficiency == pytest.approx(CPU.exchange_efficiency, 0.05)
 
 
 def test_a_slow_host_is_not_a_slow_gpu():
@@ -86,7 +90,8 @@ def test_gpu():
     """What is not measured is that of the file of this kind of GPU."""
     found, fits = fitted(measured(GPU, True, 4), Machine(4, 64, "cuda"))
     assert all(most < 0.02 for _, most, _ in errors(fits, found).values()), table(fits, found)
-    for name in ("efficiency", "memory_efficiency", "attention_efficiency", "tflops_fp32"):
+    for name in ("efficiency", "memory_efficiency", "attention_efficiency", "tflops_fp32",
+                 "exchange_efficiency"):
         assert getattr(found, name) == pytest.approx(getattr(GPU, name), 0.02), name
     assert (found.name, found.tflops, found.memory_gb) == ("NVIDIA A100-SXM4-80GB", GPU.tflops, 85)
     assert found.adapters == load("a100-sxm").adapters and not found.waits
@@ -120,7 +125,7 @@ def test_file(ranks, tmp_path):
     assert Hardware.parse(str(path)) == found
     comments = [line for line in path.read_text().splitlines() if line.startswith("#")]
     assert any("products" in line and "on average" in line for line in comments)
-    assert any("node_* and contention are not measured" in line for line in comments) == (ranks == 1)
+    assert any("node_*, exchange_efficiency and contention are" in line for line in comments) == (ranks == 1)
     config = threed.load("configs/toy.yaml", ["run.device=cpu"])
     assert threed.predict(config, str(path))["step_time"] > 0
 

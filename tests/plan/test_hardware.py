@@ -127,6 +127,21 @@ def test_collectives():
     assert travel.message(size, False) < travel.message(size, True) == pytest.approx(8 * size / outside, 0.01)
 
 
+def test_all_to_alls():
+    """Over two nodes, 8 of the 15 parts that a rank sends leave its node, whose 8 ranks share the adapters.
+    Large all-to-alls have an efficiency of their own, which changes nothing else."""
+    size, node, two = 10**9, GroupPlace(range(8), 8), GroupPlace(range(16), 8)
+    inside, outside = A100.node_gbps / 8e-9 * A100.node_efficiency, 100e9 * A100.adapter_efficiency
+    travel, slow = Travel(A100), Travel(replace(A100, exchange_efficiency=0.5))
+    assert travel.exchange(size, node) == pytest.approx(size / inside, 0.01)
+    assert travel.exchange(size, two) == pytest.approx(8 * size * 8 / 15 / outside, 0.01)
+    for place in (node, two):
+        assert slow.exchange(size, place) == pytest.approx(2 * travel.exchange(size, place), 0.01)
+        assert slow.exchange(1, place) == pytest.approx(travel.exchange(1, place), 0.01)
+        assert slow.ring(size, place) == travel.ring(size, place)
+        assert slow.all_reduce(size, place) == travel.all_reduce(size, place)
+
+
 def plan_of(*overrides):
     config = tiny("run.device=cpu", *overrides)
     return make_plan(config, make_pipeline(config))

@@ -25,6 +25,21 @@ def test_buffers_have_versions_of_their_own(for_disk):
     assert one._version == version and not one.any()
 
 
+def test_wider_numbers():
+    """They take as many more elements of a buffer, which comes back as it was."""
+    pool = Pool({8: 1, 16: 1}, torch.bfloat16, torch.device("cpu"))
+    for numel, dtype in ((6, torch.float32), (12, torch.bfloat16), (3, torch.float32), (8, None)):
+        buffer = pool.take(numel, dtype)
+        assert (buffer.dtype, buffer.numel()) == (dtype or torch.bfloat16, numel)
+        assert torch.equal(pool.sample(numel, dtype), buffer)
+        size = numel * buffer.itemsize // 2
+        with pytest.raises(IndexError):
+            pool.take(size)
+        pool.give(buffer)
+        assert pool.take(size).data_ptr() == buffer.data_ptr()
+        pool.give(buffer)
+
+
 def test_a_lane_writes_while_pieces_are_computed_again():
     """GATHER fills the next unit's buffer while a piece of this unit is computed again from its parameters.
     """

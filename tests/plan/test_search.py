@@ -56,8 +56,8 @@ def test_runs(kinds, want):
 def test_merged_experts(chosen, units):
     """Without traffic over dp, blocks that are alike are one unit of each kind, which costs as much."""
     table = make_table(threed.load("configs/toy-moe.yaml", ["parallel.pp=1", *chosen]), (0,))
-    few = merged(table, ends=False)
-    assert len(few.units) == units and len(merged(table).units) == len(table.units)
+    few = merged(table, ends=False).table
+    assert len(few.units) == units and len(merged(table).table.units) == len(table.units)
     assert sums(few) == sums(table)
     assert {made.trip.counts for unit in few.units for made in unit.makes if made.trip} == {
         (), (("counts", 0), ("arriving", 0)), (("arriving", 1), ("counts", 1))}

@@ -30,7 +30,7 @@ def test_pairs_are_tried():
 
 
 def test_nothing_to_pair():
-    with pytest.raises(InputError, match="no exchanges, or no schedule, for parallel.pair"):
+    with pytest.raises(InputError, match="no exchanges, or no schedule"):
         found("parallel.pair=true", "parallel.ep=1")
-    with pytest.raises(InputError, match="no exchanges, or no schedule, for parallel.pair"):
+    with pytest.raises(InputError, match="no exchanges, or no schedule"):
         found("parallel.pair=true", "parallel.schedule=gpipe")

@@ -52,14 +52,16 @@ def test_experts(name):
         assert bounds.step_s(row.layout) + bounds.ends_s(row.layout) <= row.full_s * 1.000001, row
 
 
+@pytest.mark.parametrize("hardware", ["h100-sxm", "h100-sxm,exchange_efficiency=0.2"])
 @pytest.mark.parametrize("layout", [
     Layout(8, 1, 1, sequence_parallel=True, policy="full", ep=8),
     Layout(2, 1, 4, "pp-tp-dp", sequence_parallel=True, ep=4, shard_size=4),
     Layout(2, 2, 4, "dp-pp-tp", sequence_parallel=True, ep=4, shard_size=4)], ids=Layout.text)
-def test_bounds_of_experts(layout):
-    """What is sent once is not sent again; and ranks are as near to each other as on the layout's mesh."""
-    base = with_experts("model.moe_capacity=1.25")
-    step_s, bounds = full_s(config_of(layout, base), H100), Bounds(base, H100)
+def test_bounds_of_experts(layout, hardware):
+    """What is sent once is not sent again; ranks are as near to each other as on the layout's mesh; and
+    exchanges are priced as in the step."""
+    base, machine = with_experts("model.moe_capacity=1.25"), Hardware.parse(hardware)
+    step_s, bounds = full_s(config_of(layout, base), machine), Bounds(base, machine)
     assert 0.5 * step_s < bounds.step_s(layout) + bounds.ends_s(layout) <= step_s * 1.000001
 
 

@@ -49,11 +49,14 @@ def fitted(measured: Sequence[RankPoints], machine: Machine) -> tuple[Hardware, 
                        write_gbps=_gbps(rates["write"]), host_memory_gb=_memory_gb())
     hardware, points = (_fit_gpu if machine.on_gpus else _fit_cpu)(computed, hardware)
     if sent:
+        exchanges = [point for point in sent if point.way == "exchange"]
+        others = [point for point in sent if point.way != "exchange"]
         hardware = replace(hardware, contention=rates["contention"], node_efficiency=0.9,
-                           node_us=1e6 * min(point.alone_s(hardware) for point in sent),
+                           node_us=1e6 * min(point.alone_s(hardware) for point in others),
                            node_gbps=ABOVE * _gbps(max(point.size / point.alone_s(hardware)
-                                                       for point in sent)))
-        hardware = fit(sent, hardware, ("node_efficiency", "node_us"))
+                                                       for point in others)))
+        hardware = fit(others, hardware, ("node_efficiency", "node_us"))
+        hardware = fit(exchanges, hardware, ("exchange_efficiency",))
     return _rounded(hardware), [*points, *sent]
 
 
@@ -148,7 +151,7 @@ def text(hardware: Hardware, points: Sequence[Point], machine: Machine) -> str:
              *(f"  {line}" for line in table(points, hardware).splitlines()),
              "adapter_* and dollars are not measured."]
     if machine.ranks == 1:
-        lines.append("One rank has no peers: node_* and contention are not measured.")
+        lines.append("One rank has no peers: node_*, exchange_efficiency and contention are not measured.")
     values = {item.name: getattr(hardware, item.name) for item in fields(Hardware)}
     return "\n".join([*(f"# {line}" for line in lines),
                       *(f"{name}: {f'{value:g}' if isinstance(value, float) else json.dumps(value)}"

@@ -42,7 +42,8 @@ class GroupTimes:
         return found
 
     def contention(self) -> float:
-        """Seconds that computation loses to a second of all-reduces beside it."""
+        """Seconds that computation loses to a second of all-reduces beside it. Prices take it for what it
+        loses to all-to-alls, too: both move bytes by kernels of the device, or by the processor."""
         group, device = self.comm.groups["world"], self.comm.device
         known = device_of(device)
         numbers = torch.zeros(round_up(sorted(self.grid.sent)[-2], group.size()), device=device)
@@ -78,14 +79,17 @@ class GroupTimes:
         size = group.size()
         whole = torch.zeros(numel, device=self.comm.device)
         part = torch.zeros(numel // size, device=self.comm.device)
+        other, even = torch.zeros_like(whole), [len(whole) // size] * size
         ring = whole.nbytes * (size - 1) // size
         calls: dict[str, tuple[str, int, Callable[[], object]]] = {
             "all-reduce": ("all_reduce", 2 * ring, lambda: group.all_reduce(whole).wait()),
             "all-gather": ("ring", ring, lambda: group.all_gather(whole, part).wait()),
-            "reduce-scatter": ("ring", ring, lambda: group.reduce_scatter(part, whole).wait())}
+            "reduce-scatter": ("ring", ring, lambda: group.reduce_scatter(part, whole).wait()),
+            "all-to-all": ("exchange", ring, lambda: group.exchange(other, whole, even, even).wait())}
         for what, (way, sent, call) in calls.items():
             # All groups of a kind talk at the same time: so many ranks share the processors.
-            yield Sent("collectives", f"{what} of {show_bytes(whole.nbytes)} over {size}", way, sent, size,
+            kind = "all-to-alls" if way == "exchange" else "collectives"
+            yield Sent(kind, f"{what} of {show_bytes(whole.nbytes)} over {size}", way, sent, size,
                        self.comm.mesh.size, self._time(call))
 
     def _message(self, numel: int) -> Sent:

@@ -45,9 +45,9 @@ class Computed(NamedTuple):
 class Sent(NamedTuple):
     """A collective or a message, of ranks of one node."""
 
-    kind: str  # collectives or messages
+    kind: str  # collectives, all-to-alls or messages
     what: str
-    way: str  # all_reduce, ring or message
+    way: str  # the method of Travel: all_reduce, ring, exchange or message
     size: int  # bytes that a rank sends
     ranks: int
     busy: int  # ranks of the machine that do so at the same time
@@ -58,7 +58,7 @@ class Sent(NamedTuple):
         if self.way == "message":
             seconds = travel.message(self.size, False)
         else:
-            seconds = (travel.all_reduce if self.way == "all_reduce" else travel.ring)(self.size, place)
+            seconds = getattr(travel, self.way)(self.size, place)
         return seconds * self._sharing(hardware)
 
     def alone_s(self, hardware: Hardware) -> float:

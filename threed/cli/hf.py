@@ -66,8 +66,9 @@ def export(run: Annotated[Path, typer.Argument(metavar="RUN|CHECKPOINT",
                                                help="run.dir of a run, or one checkpoint")],
            output: Annotated[Path, typer.Argument(metavar="HF_DIR", help="folder to write, which must not be "
                                                                          "there")],
-           dtype: Annotated[str | None, typer.Option(help="of the tensors: fp32, bf16 or fp16; default: as "
-                                                          "imported, else precision.dtype")] = None,
+           dtype: Annotated[str | None, typer.Option(help="of the tensors: fp32, bf16 or fp16 (biases of "
+                                                          "routers are fp32); default: as imported, else "
+                                                          "precision.dtype")] = None,
            like: Annotated[Path | None, typer.Option(metavar="HF_DIR",
                                                      help="follow this folder's config.json and tokenizer; "
                                                           "default: those of the import")] = None,

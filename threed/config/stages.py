@@ -35,7 +35,7 @@ def check_folds(config: Config) -> Iterator[Problem]:
                              f"cut over {', '.join(folds)}: all ranks of {axis} would send the same tokens; "
                              "set it to true")
     precision = config.precision
-    for key in ("grad_dtype", "reduce_dtype", "master"):
+    for key in ("grad_dtype", "reduce_dtype"):
         value = getattr(precision, key)
         if value != "fp32" and not config.model.own_layers and counts_rows(config):
             yield Problem.of(f"precision.{key}", f"={value} with model.balance=bias: counts of rows are "
@@ -56,8 +56,8 @@ def check_pair(config: Config) -> Iterator[Problem]:
     sizes = {**config.axis_sizes, **config.fold_sizes}
     if all(sizes.get(way.over, 2) == 1 for layer in layers_of(config) for way in layer.travels.values()):
         ep = ": raise parallel.ep" if folds_of(config) else ""
-        yield Problem.of("parallel.pair", "=true lets tensors travel between ranks while others are computed, "
-                         f"and none travels here{ep}; or leave it out")
+        yield Problem.of("parallel.pair", "=true lets tensors travel between ranks while others are "
+                         f"computed, and none travels here{ep}; or leave it out")
 
 
 def check_stages(config: Config) -> Iterator[Problem]:

@@ -133,16 +133,24 @@ def make_table(config: Config, place: tuple[int, ...]) -> Table:
         positions = tuple(sorted(ends)) if kind == TIED else (place[stage_of[user]],)
         name = {OWN: units[user].name, TIED: "tied embedding"}.get(kind, f"{units[user].name}, {kind}")
         trains = any(placed.parameter.trains for placed in laid.placed)
-        fold = fold_of(kinds[index].parameters)
+        fold, (optimizer, dtype) = fold_of(kinds[index].parameters), _of_kind(config, kind)
         shared = ordinary.folded(config, fold) if fold else ordinary
         parameters[index] = ParameterUnit(
             name, positions, laid.numel, laid.padding, shared.group, shared.shards,
             shared.reductions(laid, len(positions)) if trains else (),
             whole=all(persists(config, placed.parameter) for placed in laid.placed), trains=trains,
-            kind=kind, optimizer=KINDS[kind].optimizer if kind in KINDS else "", fold=fold)
+            kind=kind, optimizer=optimizer, fold=fold, dtype=dtype)
     _send_home(config, parameters)
     return cut(replace(table, parameters=parameters),
                settings(config, make_mesh(config), parallel.sequence_parallel))
+
+
+def _of_kind(config: Config, kind: str) -> tuple[str, str]:
+    """(optimizer, dtype) of a kind of parameter units, where these are not the config's."""
+    if kind not in KINDS:
+        return "", ""
+    row = KINDS[kind]
+    return row.optimizer, row.dtype if row.dtype != config.precision.dtype else ""
 
 
 def _on_mesh(config: Config, units: tuple[ComputeUnit, ...],
@@ -257,7 +265,8 @@ def _pair(config: Config, units: Sequence[ComputeUnit]) -> PairSettings | None:
     costs, mesh = unit_costs(config), make_mesh(config)
     # In what `costs` are: seconds of a run, or FLOPs
     rate = sum(map(sum, costs)) / sum(3 * (unit.forward_flops + 1) for unit in units)
-    groups = {each.trip.over: mesh.group(each.trip.over, 0) for unit in units for each in unit.makes if each.trip}
+    trips = [each.trip for unit in units for each in unit.makes if each.trip]
+    groups = {trip.over: mesh.group(trip.over, 0) for trip in trips}
     far = {group: len({rank // NODE_RANKS for rank in ranks}) > 1 for group, ranks in groups.items()}
     return PairSettings(tuple(costs), {group: rate * (FLOPS_A_FAR_BYTE if far[group] else FLOPS_A_BYTE)
                                        for group in sorted(groups)})

@@ -20,6 +20,7 @@ class UnitKind(NamedTuple):
     takes: Callable[[Config, Parameter], bool]  # whether a parameter of a compute unit is of this kind
     may_be_all: bool  # False: where all parameters of a compute unit are of this kind, they are its own
     optimizer: str = ""  # what steps it, of threed/optim/registry.py; empty: the config's
+    dtype: str = ""  # of its weights, as compute reads them; empty: precision.dtype
 
 
 class UnitParameters(NamedTuple):
@@ -53,7 +54,8 @@ KINDS: dict[str, UnitKind] = {
     "adapters": UnitKind(lambda config, parameter: config.model.lora_rank is not None and parameter.trains,
                          True),  # the others are frozen
     "folded": UnitKind(lambda config, parameter: bool(fold_of([parameter])), True),
-    "counted": UnitKind(lambda config, parameter: parameter.counted > 0, True, "balance"),
+    # A step moves them by less than 16 bits can hold.
+    "counted": UnitKind(lambda config, parameter: parameter.counted > 0, True, "balance", "fp32"),
 }
 
 

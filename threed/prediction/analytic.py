@@ -149,7 +149,8 @@ class _Compute:
         """STEP reads gradient, master and buffers, and writes master, buffers and the parameter."""
         table = self.table
         numel, home = table.shard_numel(index), table.parameters[index].state_home
-        size = numel * (2 * table.state_bytes(Tier.HOST, index) + table.elements.grad + table.elements.param)
+        size = numel * (2 * table.state_bytes(Tier.HOST, index) + table.elements.grad
+                        + table.param_bytes(index))
         return self.prices.update(size, home != Tier.DEVICE)
 
     def norm(self, position: int) -> float:

@@ -64,6 +64,8 @@ class Hardware:
     adapter_gbps: float = key(200.0, "Gbit/s of an adapter")
     adapter_efficiency: float = key(0.75, "share of it that large messages reach")
     adapter_us: float = key(12.0, "of a message between nodes")
+    exchange_efficiency: float = key(1.0, "rate of large all-to-alls, over that of other large messages: "
+                                     "inside a node, and between nodes")
     # ---- the host
     host_gbps: float = key(800.0, "Gbit/s of host memory that a rank has for its optimizer step")
     host_memory_gb: float = key(1000.0, "GB of a node")

@@ -8,6 +8,7 @@
   longer. (A GPU computes them in units of their own.)
 * A collective is a ring or, for an all-reduce over several nodes, a ring inside each node and one over the
   nodes, whichever is faster. Ranks of a node share its adapters.
+* An all-to-all sends to all ranks at the same time, inside the node and to others.
 
 Neglected: caches, the fusing of a product with what follows it, clocks that fall under load.
 """
@@ -162,7 +163,7 @@ class Travel:
 
     def exchange(self, sent: int, place: GroupPlace, calls: int = 1) -> float:
         """Of all-to-alls in which a rank sends so many bytes, equally many to each: those for its own node
-        and those for others at the same time."""
+        and those for others at the same time, each `exchange_efficiency` times as fast as a ring."""
         if place.ranks == 1 or not sent:
             return 0.0
         inside = sent * (place.together - 1) / (place.ranks - 1)
@@ -170,7 +171,8 @@ class Travel:
         if place.nodes > 1:
             # `_outside_speed` is of all ranks of the group on a node
             seconds = max(seconds, (sent - inside) * place.together / self._outside_speed(place))
-        return seconds + calls * (self._outside_s if place.nodes > 1 else self._inside_s)
+        hops = calls * (self._outside_s if place.nodes > 1 else self._inside_s)
+        return seconds / self.hardware.exchange_efficiency + hops
 
     def message(self, size: int, far: bool) -> float:
         """Of a message to a device of another node, or of the same."""

@@ -80,8 +80,8 @@ def count_buffers(table: Table, position: int, links: Sequence[Links]) -> Buffer
                 inside.discard(slot)
                 alive[name][size_in(slot, name, table)] -= 1
     # One more gradient of a size than are alive: the next is added up while the last is still on its way.
-    units = {name: Counter(table.parameters[unit].numel for unit in some)
-             for name, some in (("params", table.held(position)), ("grads", held))}
+    units = {name: Counter(size_in(Slot(kind, unit), name, table) for unit in some)
+             for name, kind, some in (("params", "param", table.held(position)), ("grads", "wgrad", held))}
     parts = Counter(table.shard_numel(unit) for unit in held)
     most["gshards"] = Counter({numel: min(count + 1, parts[numel])
                                for numel, count in most["gshards"].items()})
@@ -141,15 +141,24 @@ def pool_of(slot: Slot, table: Table) -> str | None:
 
 
 def size_in(slot: Slot, name: str, table: Table) -> int:
+    """Elements of a slot's buffer in a pool (bytes, of optimizer state)."""
     if name == "host_states":
         return round_up(table.size(slot), ALIGNMENT)
     if name == "host_weights":
         return round_up(table.size(slot), ALIGNMENT) // table.elements.param
-    if name in ("params", "grads"):
+    if name == "grads":
         return table.parameters[slot.unit].numel
+    if name in ("params", "pshards"):
+        numel = table.parameters[slot.unit].numel if name == "params" else table.shard_numel(slot.unit)
+        return _in_pool(numel, slot.unit, table)
     if name in ("kept", "host_kept"):
         return table.size(slot) // table.elements.param
     return table.shard_numel(slot.unit)
+
+
+def _in_pool(numel: int, unit: int, table: Table) -> int:
+    """Elements, of those of a pool of weights, for so many weights of a parameter unit."""
+    return numel * table.param_bytes(unit) // table.elements.param
 
 
 def _staging(table: Table, held: tuple[int, ...]) -> int:

@@ -29,8 +29,8 @@ class Since(NamedTuple):
 
 SINCE = (Since("Table", "logits", None), Since("Table", "trains", True),
          Since("Table", "messages", WHOLE_MESSAGES), Since("Table", "pair", None),
-         Since("ParameterUnit", "trains", True),
-         Since("ParameterUnit", "fold", ""), Since("ParameterUnit", "optimizer", ""))
+         Since("ParameterUnit", "trains", True), Since("ParameterUnit", "fold", ""),
+         Since("ParameterUnit", "optimizer", ""), Since("ParameterUnit", "dtype", ""))
 
 
 class _Formats(dict[tuple[Any, ...], str]):

@@ -107,6 +107,7 @@ class ParameterUnit:
     kind: str = "own"  # own, tied, or one of planner.unit_kinds.KINDS; its name says it, too
     optimizer: str = ""  # what steps it, of threed/optim/registry.py; empty: the config's
     fold: str = ""  # the axis of mesh.FOLDS over which its parameters are cut
+    dtype: str = ""  # of its weights, as compute reads them; empty: the config's
 
 
 def gradient_kind(name: str) -> str:

@@ -11,7 +11,7 @@ from threed.optim.base import Buffer
 class Elements:
     """Bytes of an element."""
 
-    param: int = 4  # as compute reads it: 4 or 2
+    param: int = 4  # as compute reads it: 4 or 2 (Table.param_bytes: of a parameter unit)
     grad: int = 4  # of an accumulated gradient
     reduce: int = 4  # of a gradient in a message over dp
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-
 from collections.abc import Mapping, Sequence
 
 from threed.program.analysis import Analysis
@@ -64,9 +63,13 @@ def grid(analysis: Analysis, name: str = "train", most: int = 160, columns: int 
     width = 1 + max(len(str(analysis.table.num_microbatches - 1)) + 1,
                     *(len(text) for _, cells in rows for text in cells.values()))
     fit = most if columns is None else max(1, (columns - _NAME) // width)
-    parts = ["\n".join(lane.ljust(_NAME) + "".join(
-        cells.get(cell, ".").ljust(width) for cell in range(first, min(first + fit, most, max(cells, default=0) + 1))
-    ).rstrip() for lane, cells in rows) for first in range(0, min(most, longest), fit)]
+
+    def row(cells: Mapping[int, str], first: int) -> str:
+        stop = min(first + fit, most, max(cells, default=0) + 1)
+        return "".join(cells.get(cell, ".").ljust(width) for cell in range(first, stop)).rstrip()
+
+    parts = ["\n".join(lane.ljust(_NAME) + row(cells, first) for lane, cells in rows)
+             for first in range(0, min(most, longest), fit)]
     cut = f"\n(the first {most} of {longest} cells; --svg draws all)" if longest > most else ""
     return "\n\n".join(parts) + cut
 

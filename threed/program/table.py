@@ -132,6 +132,10 @@ class Table:
         held = self.parameters[unit]
         return held.numel // (held.shards if self.is_cut(unit) else 1)
 
+    def param_bytes(self, unit: int) -> int:
+        """Bytes of an element of a parameter unit, as compute reads it."""
+        return BYTES.get(self.parameters[unit].dtype, self.elements.param)
+
     def is_cut(self, unit: int) -> bool:
         """Whether the weights of a parameter unit are cut over its shard group, and gathered."""
         held = self.parameters[unit]
@@ -156,10 +160,14 @@ class Table:
         gradient that waits for the next step."""
         return 1 + len(self.buffers(unit)) + self.update.delayed
 
+    def has_master(self, home: Tier, unit: int) -> bool:
+        """Whether STEP, on a tier, updates an fp32 copy of a parameter unit's weights."""
+        return home != Tier.DEVICE or (self.update.master and self.param_bytes(unit) < 4)
+
     def state_bytes(self, home: Tier, unit: int) -> int:
         """Bytes of optimizer state for an element of a parameter unit, on a tier: the buffers, and the fp32
         master where this is a separate copy."""
-        master = 4 if self.update.master or home != Tier.DEVICE else 0
+        master = 4 if self.has_master(home, unit) else 0
         return sum(BYTES[buffer.dtype] for buffer in self.buffers(unit)) + master
 
     def weight(self, unit: int) -> Slot:
@@ -208,10 +216,10 @@ class Table:
     def _size_of_parameters(self, slot: Slot) -> int:
         unit = self.parameters[slot.unit]
         if slot.kind == "param":
-            return unit.numel * self.elements.param
+            return unit.numel * self.param_bytes(slot.unit)
         if slot.kind == "pshard":  # the shard of a unit that stays whole is a part of the whole unit's buffer
             inside = unit.whole and slot.tier == Tier.DEVICE
-            return 0 if inside else self.shard_numel(slot.unit) * self.elements.param
+            return 0 if inside else self.shard_numel(slot.unit) * self.param_bytes(slot.unit)
         if slot.kind == "state":
             return self.shard_numel(slot.unit) * self.state_bytes(slot.tier, slot.unit)
         if slot.kind == "wgrad":

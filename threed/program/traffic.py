@@ -27,7 +27,7 @@ def sent_by(table: Table, instruction: Instruction) -> dict[str, int]:
         return {GROUPS[instruction.group].counts: _of_slot(table, instruction)}
     if op == Op.GATHER:
         held = table.parameters[unit]
-        return {GROUPS[instruction.group].counts: ring(held.numel * table.elements.param, held.shards)}
+        return {GROUPS[instruction.group].counts: ring(held.numel * table.param_bytes(unit), held.shards)}
     if op == Op.REDUCE:
         step = next(step for step in table.reductions(unit) if step.group == instruction.group)
         return {GROUPS[step.group].counts: _reduced_bytes(table, table.parameters[unit], step)}

@@ -39,7 +39,7 @@ def parameter_units(plan: Plan, contents: Contents) -> list[dict[str, Any]]:
             "elements": unit.numel - unit.padding, "padding": unit.padding,
             "weights": unit.weight_home, "optimizer": unit.state_home,
             "whole_bytes": table.size(Slot("param", index)),
-            "shard_bytes": table.shard_numel(index) * table.elements.param,
+            "shard_bytes": table.shard_numel(index) * table.param_bytes(index),
             "trains": unit.trains,
             "optimizer_bytes": table.size(table.state(index)) * unit.trains,
             "gradient_bytes": table.shard_numel(index) * table.elements.grad * unit.trains,

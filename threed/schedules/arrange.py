@@ -12,7 +12,7 @@ from typing import NamedTuple
 WIDTH, CHOICES, MANY = 8, 6, 200
 
 
-class Job(NamedTuple):
+class LaneTask(NamedTuple):
     """Something that takes time on a lane. A lane does one job at a time."""
 
     takes: float  # seconds, or any other unit, the same for all
@@ -31,7 +31,7 @@ class Arranged(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def arrange(jobs: tuple[Job, ...], lane: str = "compute") -> Arranged:
+def arrange(jobs: tuple[LaneTask, ...], lane: str = "compute") -> Arranged:
     """An order of the jobs of `lane`. The other lanes take their jobs in the order in which these become
     ready.
 
@@ -42,7 +42,7 @@ def arrange(jobs: tuple[Job, ...], lane: str = "compute") -> Arranged:
     return min((follow(jobs, lane, width) for width in widths), key=lambda each: each.span)
 
 
-def follow(jobs: tuple[Job, ...], lane: str, width: int) -> Arranged:
+def follow(jobs: tuple[LaneTask, ...], lane: str, width: int) -> Arranged:
     """Beam search: job by job, the `width` orders are followed whose lower bounds are least, each with those
     of its ready jobs from which the path to the end is longest. Width 1 is list scheduling: a job that can
     begin first, if several can, the one with the longest path."""
@@ -68,7 +68,7 @@ class _State(NamedTuple):
 
 
 class _Shop:
-    def __init__(self, jobs: Sequence[Job], lane: str):
+    def __init__(self, jobs: Sequence[LaneTask], lane: str):
         self.jobs, self.lane = jobs, lane
         self.readers: list[list[int]] = [[] for _ in jobs]
         self.tails = [job.takes for job in jobs]  # from a job's begin to the end, if only needs hold it up
@@ -94,8 +94,8 @@ class _Shop:
             ends = (*state.ends[:index], end, *state.ends[index + 1:])
             done = _State((*state.order, index), ends, {**state.free, self.lane: end},
                           tuple(each for each in state.ready if each != index), 0.0)
-            yield self._after(done, [reader for reader in self.readers[index] if self._is_ready(reader, ends)],
-                              left - self.jobs[index].takes)
+            came = [reader for reader in self.readers[index] if self._is_ready(reader, ends)]
+            yield self._after(done, came, left - self.jobs[index].takes)
 
     def _after(self, state: _State, came: list[int], left: float) -> _State:
         """A state in which jobs have become ready: other lanes take theirs. `left`: work of the lane."""

@@ -73,8 +73,8 @@ class ParallelConfig:
                                   "sequence")
     ep: int = key(1, "expert-parallel ranks: runs of ranks of dp x tp, each of which holds all experts of a "
                   "layer", least=1)
-    pair: bool = key(False, "a forward and a backward of different micro-batches are computed together, so that "
-                     "what travels for one (rows for experts) does so while the other computes")
+    pair: bool = key(False, "a forward and a backward of different micro-batches are computed together, so "
+                     "that what travels for one (rows for experts) does so while the other computes")
     split_messages: str = key(
         "auto", "tp ranks that hold the same send a part each to the next position, and gather it there",
         choices={"auto": "between nodes of 8 GPUs, 1 MiB and more", "on": "", "off": ""})

@@ -81,7 +81,7 @@ def choose(scores_TE: torch.Tensor, per_token: int, groups: int = 1, groups_per_
     With groups (DeepSeek-V3), only those of the best `groups_per_token` groups of neighbouring experts can be
     chosen: a group is as good as the sum of as many of its scores as it may have experts of a token. Among
     equal scores the lower number wins, on every device."""
-    scores = scores_TE.detach() if bias_E is None else scores_TE.detach() + bias_E.float()
+    scores = scores_TE.detach() if bias_E is None else scores_TE.detach() + bias_E
     if groups > 1:
         grouped = scores.view(len(scores), groups, -1)
         best = grouped.topk(per_token // groups_per_token, -1).values.sum(-1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
+from collections.abc import Callable
 
 import torch
 
@@ -17,13 +18,15 @@ from threed.devices import pinned
 
 class Pool:
     """A fixed number of flat buffers of each size. Buffers of one size are one piece of memory. A smaller
-    tensor is the beginning of a buffer of the next larger size."""
+    tensor is the beginning of a buffer of the next larger size; one of a wider dtype takes a buffer of as
+    many times more elements."""
 
     def __init__(self, counts: dict[int, int], dtype: torch.dtype, device: torch.device, pin: bool = False,
                  for_disk: bool = False):
         """`counts`: elements -> how many buffers of that size. `pin`: host memory that a GPU copies from
         and to directly. `for_disk`: host memory that begins at a multiple of ALIGNMENT, as do its buffers if
         their sizes are multiples, too."""
+        self.dtype = dtype
         self._free: dict[int, deque[torch.Tensor]] = {}
         for numel, count in counts.items():
             make = aligned if for_disk else flat
@@ -34,17 +37,25 @@ class Pool:
         self._sizes = sorted(counts)
         self.first = {numel: free[0] for numel, free in self._free.items()}
 
-    def sample(self, numel: int) -> torch.Tensor:
+    def sample(self, numel: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Memory of this size, to give shapes to what has no value yet."""
-        return self.first[self._size(numel)][:numel]
+        return self._begin(self.first.__getitem__, numel, dtype or self.dtype)
 
-    def take(self, numel: int) -> torch.Tensor:
+    def take(self, numel: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """A flat buffer: of those that are free the one that was given back first. The plan has counted the
         buffers, so one is always free."""
-        return self._free[self._size(numel)].popleft()[:numel]
+        return self._begin(lambda size: self._free[size].popleft(), numel, dtype or self.dtype)
+
+    def _begin(self, buffer: Callable[[int], torch.Tensor], numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """The beginning of the buffer of a size, as so many numbers of a dtype."""
+        own = numel * dtype.itemsize // self.dtype.itemsize
+        begin = buffer(self._size(own))[:own]
+        return begin if dtype == self.dtype else begin.view(dtype)
 
     def give(self, buffer: torch.Tensor) -> None:
         """Hand a buffer back."""
+        if buffer.dtype != self.dtype:
+            buffer = buffer.view(self.dtype)
         size = self._size(buffer.numel())
         self._free[size].append(buffer.as_strided((size,), (1,)))
 

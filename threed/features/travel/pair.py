@@ -22,14 +22,14 @@ from threed.program.instruction import BACKWARDS, COMPUTE, Instruction, Op, Prog
 from threed.program.link import follow
 from threed.program.pair_costs import cost_in_pair
 from threed.program.table import Table
-from threed.schedules.arrange import Job, arrange
+from threed.schedules.arrange import LaneTask, arrange
 from threed.schedules.orders import Task, needs
 
 _KINDS = {Op.FORWARD: "F", Op.RECOMPUTE: "I", Op.BACKWARD: "I", Op.BACKWARD_INPUT: "I",
           Op.BACKWARD_WEIGHT: "W"}
 
 
-class Run(NamedTuple):
+class _Run(NamedTuple):
     """What a position computes without a wait for other positions in between: a forward; or a backward, with
     the weights' halves that follow it."""
 
@@ -38,17 +38,17 @@ class Run(NamedTuple):
     microbatches: tuple[int, ...]  # those that are meant
 
     @classmethod
-    def of(cls, tasks: Sequence[Task], items: Sequence[Instruction]) -> Run:
+    def of(cls, tasks: Sequence[Task], items: Sequence[Instruction]) -> _Run:
         names = tuple(dict.fromkeys(task.microbatch for task in tasks))
         return cls(tuple(tasks), tuple(item._replace(microbatch=names.index(item.microbatch))
                                        for item in items), names)
 
-    def pairs_with(self, other: Run) -> bool:
+    def pairs_with(self, other: _Run) -> bool:
         first, then = self.tasks[0], other.tasks[0]
         return {first.kind, then.kind} == {"F", "I"} and first.microbatch != then.microbatch
 
 
-class Timed(NamedTuple):
+class _Timed(NamedTuple):
     """Instructions in the order in which they are computed, and what that takes."""
 
     items: list[Instruction]
@@ -81,7 +81,7 @@ class _Walk:
         self.left = [deque(_runs(program, table)) for program in programs]
         self.clock = [0.0] * len(programs)
         self.done: dict[tuple[str, int, int], float] = {}  # task -> its end
-        self.known: dict[tuple[object, ...], Timed] = {}
+        self.known: dict[tuple[object, ...], _Timed] = {}
 
     def run(self) -> Programs:
         out: Programs = [[] for _ in self.left]
@@ -95,7 +95,7 @@ class _Walk:
             out[position] += self.step(begin, position)
         return out
 
-    def begin(self, position: int, *runs: Run) -> float | None:
+    def begin(self, position: int, *runs: _Run) -> float | None:
         """When runs can begin together; None where that is not known yet."""
         begin, last = self.clock[position], len(self.table.stage_positions) - 1
         for run in runs:
@@ -122,17 +122,17 @@ class _Walk:
         self.clock[position] = begin + timed.span
         return timed.items
 
-    def timed(self, position: int, *runs: Run) -> Timed:
+    def timed(self, position: int, *runs: _Run) -> _Timed:
         """Runs that are computed together. (Those that are alike take as long.)"""
         key = position, *(run.items for run in runs)
         names = tuple(name for run in runs for name in run.microbatches)
         if key not in self.known:
             self.known[key] = self._timed(position, runs)
         items, span, ends = self.known[key]
-        return Timed(_named(items, names), span,
+        return _Timed(_named(items, names), span,
                      {task._replace(microbatch=names[task.microbatch]): end for task, end in ends.items()})
 
-    def _timed(self, position: int, runs: Sequence[Run]) -> Timed:
+    def _timed(self, position: int, runs: Sequence[_Run]) -> _Timed:
         items, first = list[Instruction](), 0
         for run in runs:
             items += [item._replace(microbatch=item.microbatch + first) for item in run.items]
@@ -146,7 +146,7 @@ class _Walk:
         also = _one_ahead(items) if moves else _in_turn(items)
         for earlier, later in (*follow(enumerate(seen), ()).pairs, *also):
             before[later].add(earlier)
-        jobs = [Job(cost_in_pair(item, self.table), effect.lane, tuple(sorted(mine)))
+        jobs = [LaneTask(cost_in_pair(item, self.table), effect.lane, tuple(sorted(mine)))
                 for item, effect, mine in zip(items, seen, before, strict=True)]
         best = arrange(tuple(jobs))
         ends = dict[Task, float]()
@@ -154,7 +154,7 @@ class _Walk:
             if item.op in COMPUTE:
                 task = _task(item, self.table)
                 ends[task] = max(ends.get(task, 0.0), end)
-        return Timed([items[index] for index in best.order if items[index].op in COMPUTE], best.span, ends)
+        return _Timed([items[index] for index in best.order if items[index].op in COMPUTE], best.span, ends)
 
     def halves(self, item: Instruction) -> list[Instruction]:
         """Those of a backward, if it has gradients of weights."""
@@ -162,16 +162,16 @@ class _Walk:
         return [item._replace(op=op) for op in BACKWARDS[1:]] if item.op == Op.BACKWARD and learns else [item]
 
 
-def _runs(program: Sequence[Instruction], table: Table) -> Iterator[Run]:
+def _runs(program: Sequence[Instruction], table: Table) -> Iterator[_Run]:
     tasks, items = list[Task](), list[Instruction]()
     for task, instructions in groupby(program, lambda item: _task(item, table)):
         if tasks and not (task.kind == "W" and tasks[0].kind == "I"):
-            yield Run.of(tasks, items)
+            yield _Run.of(tasks, items)
             tasks, items = [], []
         tasks.append(task)
         items += instructions
     if tasks:
-        yield Run.of(tasks, items)
+        yield _Run.of(tasks, items)
 
 
 def _task(item: Instruction, table: Table) -> Task:

@@ -34,7 +34,7 @@ class OptimizerState:
         self.part, self.storage, self._weights = part, storage, weights
         self._what = f"optimizer state of {part.name}"
         self.tier = home = part.unit.state_home
-        self.separate = part.unit.trains and (storage.precision.master or home != Tier.DEVICE)
+        self.separate = part.unit.trains and storage.table.has_master(home, part.number)
         self._fetch, self._offload = (FETCH, OFFLOAD) if home == Tier.DISK else (STAYS, STAYS)
         if home == Tier.DISK:
             storage.files.make(self._file, self._bytes)

@@ -1,5 +1,5 @@
-"""The weights of a parameter unit, in the precision of compute: gathered before they are used, released after
-that, and fetched where their home is the host or the disk."""
+"""The weights of a parameter unit, in the dtype in which compute reads them: gathered before they are used,
+released after that, and fetched where their home is the host or the disk."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from threed.features.zero.part import UnitPart
 from threed.features.zero.storage import Storage
 from threed.features.zero.transition import Transition
 from threed.program.instruction import Tier
+from threed.tensor.precision import DTYPES
 
 
 class Residency(Enum):
@@ -85,11 +86,12 @@ class Weights:
     def __init__(self, part: UnitPart, storage: Storage):
         self.part, self.storage, self.home = part, storage, part.unit.weight_home
         self._what = f"weights of {part.name}"
-        dtype, device, numel = storage.precision.compute, storage.device, part.layout.numel
+        self._dtype = dtype = DTYPES[part.unit.dtype] if part.unit.dtype else storage.precision.compute
+        device, numel = storage.device, part.layout.numel
         if part.unit.whole:
             self._whole = torch.zeros(numel, dtype=dtype, device=device)
         else:
-            self._whole = storage.params.sample(numel)  # (gives shapes to the parameters)
+            self._whole = storage.params.sample(numel, dtype)  # (gives shapes to the parameters)
         if self.home == Tier.DISK:
             storage.files.make(self._file, part.count * dtype.itemsize)
         elif self.home == Tier.HOST:
@@ -119,7 +121,7 @@ class Weights:
         """What this rank owns of the weights. A file is mapped into memory, which is used between steps
         only."""
         if self.home == Tier.DISK:
-            return self.storage.files.map(self._file, self.part.count, self.storage.precision.compute)
+            return self.storage.files.map(self._file, self.part.count, self._dtype)
         return self._shard
 
     def whole(self) -> torch.Tensor:
@@ -138,7 +140,7 @@ class Weights:
         """Take a buffer for the whole weights. Returns it, and the shard from which they are gathered."""
         self.residency = GATHER(self.residency, self._what)
         if not self.part.unit.whole:
-            self._whole = self.storage.params.take(self.part.layout.numel)
+            self._whole = self.storage.params.take(self.part.layout.numel, self._dtype)
             for placed, parameter in zip(self.part.layout.placed, self.parameters.values(), strict=True):
                 parameter.data = self.part.view(placed, self._whole)
         if self.home == Tier.DEVICE:
@@ -160,7 +162,7 @@ class Weights:
         the host's buffer that has what was on disk."""
         self.residency = self._moves.fetch(self.residency, self._what)
         source = self._shard if self.home == Tier.HOST else self._unstage(self._moves.fetch_staged)
-        self._fetched = shard = self.storage.pshards.take(self.part.count)
+        self._fetched = shard = self.storage.pshards.take(self.part.count, self._dtype)
         return shard, lambda: copy(shard, source[:self.part.count])
 
     def stage(self) -> tuple[torch.Tensor, Job]:
@@ -185,8 +187,8 @@ class Weights:
 
     def _stage(self, move: Transition[Staging]) -> torch.Tensor:
         self.staging = move(self.staging, self._what)
-        itemsize = self.storage.table.elements.param
-        self._staged = self.storage.host_weights.take(self.part.file_bytes(itemsize) // itemsize)
+        numel = self.part.file_bytes(self._dtype.itemsize) // self._dtype.itemsize
+        self._staged = self.storage.host_weights.take(numel, self._dtype)
         return self._staged
 
     def _unstage(self, move: Transition[Staging]) -> torch.Tensor:

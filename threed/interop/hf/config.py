@@ -24,6 +24,7 @@ LONGEST = 4096  # model.seq_len of an import, where the model allows longer sequ
 _RESOLVED = {"kv_heads": "num_kv_heads", "ffn_hidden": "num_ffn_hidden", "head_dim": "head_size",
              "expert_ffn_hidden": "inner"}
 _ACTIVATIONS = ("activation_function", "hidden_act")  # keys that model.activation answers
+_GROUPS = ("expert_groups", "groups_per_token", "experts_per_token")
 _ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings",
          "partial_rotary_factor")
 # Keys that do not change what a model computes.
@@ -85,6 +86,11 @@ def values_of(family: HFFamily, config: Mapping[str, Any], where: Path,
     problems += [f"{how}: threed has no {what}; import another model, or, if this one was made without, take "
                  "the key out of config.json"
                  for what, how in lacks.asked(config) if how.partition("=")[0] not in family.only]
+    if ours := _rated_by(family, values):
+        theirs = ", ".join(f"{key.theirs}={values[key.ours]}" for key in family.keys if key.ours in _GROUPS)
+        problems.append(f"{theirs}: in {family.model_type} a group of experts is as good as its best "
+                        f"{family.best_of_group}, and in threed as its best {ours:g}, the experts of a token "
+                        f"over its groups; import a model where these are {family.best_of_group}")
     if config.get("quantization_config"):
         problems.append("quantization_config: threed reads weights that are not quantized")
     if values["position"] == "rotary":
@@ -99,6 +105,13 @@ def values_of(family: HFFamily, config: Mapping[str, Any], where: Path,
     if strange := [key for key in config if key not in known and not key.startswith("summary_")]:
         notes.append(f"{where} has keys that threed does not know, and does not follow: {', '.join(strange)}")
     return values, notes
+
+
+def _rated_by(family: HFFamily, values: Mapping[str, Any]) -> float:
+    """The experts by whose scores a group is as good here, which are those that it may have of a token; 0
+    where the family takes as many, or no groups are chosen."""
+    groups, chosen, k = (values.get(name, 1) for name in _GROUPS)
+    return k / chosen if family.best_of_group and groups > 1 and k != family.best_of_group * chosen else 0.0
 
 
 def _is_number(value: Any, default: Any) -> bool:
@@ -213,6 +226,8 @@ def unfit(family: HFFamily, model: ModelConfig) -> list[str]:
     if isinstance(model, ExpertsConfig) and family.shared and model.shared_expert_ffn % model.inner:
         problems.append(f"model.shared_expert_ffn={model.shared_expert_ffn}, no multiple of an expert's "
                         f"{model.inner}")
+    if ours := _rated_by(family, vars(model)):
+        problems.append(f"groups of experts that are as good as their best {ours:g}")
     has, needed = family.rows(model), {each.name: None for each in parameters(model)}
     problems += [f"parameter {name}" for name in [each for each in needed if each not in has][:1]]
     problems += [f"model without {name}" for name in

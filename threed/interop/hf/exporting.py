@@ -40,9 +40,9 @@ SHARD = 5 * 10**9  # bytes of a file, as transformers cuts
 def export_model(run: Path, output: Path, dtype: str | None = None, like: Path | None = None,
                  say: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
     """Export the run whose run.dir is `run`, or the checkpoint in the folder `run`. `dtype`: fp32, bf16 or
-    fp16 of all tensors; None: as imported, else the run's. `like`: the folder of a model whose config.json,
-    layout and tokenizer are followed; None: what the import kept in RUN/huggingface. Returns what was
-    written."""
+    fp16 of all tensors but biases of routers, which are fp32; None: as imported, else the run's. `like`: the
+    folder of a model whose config.json, layout and tokenizer are followed; None: what the import kept in
+    RUN/huggingface. Returns what was written."""
     if dtype is not None and dtype not in NAMES:
         raise InputError(f"--dtype {dtype}: give {', '.join(NAMES)}")
     with Trained(run, like) as trained:
@@ -78,8 +78,9 @@ class ExportFiles(NamedTuple):
 def _layout(family: HFFamily, model: ModelConfig, before: dict[str, str] | None, dtype: str | None,
             usual: str) -> ExportFiles:
     """The layout of the import, `before`, if that has the same tensors, of the same shapes and of `dtype`;
-    else a new one, of `dtype`, or of that of the import, or `usual`. (Experts that were stacked are not.)"""
-    rows, shapes = family.rows(model), dict[str, tuple[int, ...]]()
+    else a new one, of `dtype`, or of that of the import, or `usual`. (Experts that were stacked are not.)
+    Biases of routers are fp32 in it, as compute reads them here and in transformers."""
+    rows, shapes, wide = family.rows(model), dict[str, tuple[int, ...]](), dict[str, str]()
     entries = {name: entry for file, header in (before or {}).items()
                for name, entry in entries_of(file, header).items()}
     cut = "" if any(name.startswith(family.prefix) for name in entries) else family.prefix
@@ -89,18 +90,20 @@ def _layout(family: HFFamily, model: ModelConfig, before: dict[str, str] | None,
         stacked += unstack(entries, mine, parameter.stored, model, cut)
         for row in mine:
             shapes |= row.shapes(parameter.stored, model)
-    kinds = {entry.dtype for entry in entries.values()}
+            wide |= dict.fromkeys(row.theirs, "F32") if parameter.counted else {}
+    kinds = {entry.dtype for name, entry in entries.items() if cut + name not in wide}
     word = None if dtype is None else WORDS[NAMES[dtype]]
     copies = tuple({TIED} & entries.keys()) if model.tie_embeddings else ()
     had = {name: entry.shape for name, entry in entries.items() if name not in copies}
     same = had == {name.removeprefix(cut): shape for name, shape in shapes.items()}
-    if before is not None and same and not stacked and (dtype is None or kinds == {NAMES[dtype]}):
+    if before is not None and same and not stacked and (dtype is None or all(
+            entries[name.removeprefix(cut)].dtype == wide.get(name, NAMES[dtype]) for name in shapes)):
         return ExportFiles(before, cut, copies, False, word)
     if same and dtype is None:
         dtypes = {name: entries[name.removeprefix(cut)].dtype for name in shapes}
     else:
         chosen = NAMES[dtype] if dtype is not None else kinds.pop() if len(kinds) == 1 else usual
-        dtypes, word = dict.fromkeys(shapes, chosen), WORDS[chosen]
+        dtypes, word = dict.fromkeys(shapes, chosen) | wide, WORDS[chosen]
     return ExportFiles(headers_of(shapes, dtypes, SHARD), "", (), True, word)
 
 

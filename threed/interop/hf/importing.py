@@ -248,7 +248,8 @@ def _item(parameter: Parameter, row: TensorRow, config: Config, source: Source, 
     offset, shape = row.box(parameter.stored)
     box = Box(parameter.name, offset, shape, parameter.stored, 0, parameter.axes)
     names = [name.removeprefix(source.cut) for name in row.theirs]
-    dtype = DTYPES[NAMES[config.precision.dtype]]  # of compute: a weight is rounded to it in each step
+    # of compute: a weight is rounded to it in each step; not a router's bias
+    dtype = torch.float32 if parameter.counted else DTYPES[NAMES[config.precision.dtype]]
 
     def values() -> torch.Tensor:
         whole = torch.empty(shape)

@@ -103,6 +103,7 @@ class HFFamily:
     heads: int | None = None  # their head_dim where config.json has none; None: hidden / heads
     other: tuple[str, ...] = field(default=())  # keys that do not change what a model computes here
     shared: str = ""  # their key of how many experts, each as large as another, compute all tokens
+    best_of_group: int = 0  # a group of experts is as good as the sum of so many; 0: there are no groups
 
     def rows(self, model: ModelConfig) -> dict[str, list[TensorRow]]:
         """Parameters that a model of ours may have -> their rows: one, or one an expert."""
@@ -249,11 +250,12 @@ _DOTS1 = HFFamily(
      TensorRow("blocks.{i}.shared.down.weight", ("model.layers.{i}.mlp.shared_experts.down_proj.weight",))),
     (*_LLAMA_KEYS, HfKey("n_routed_experts", "experts"), HfKey("num_experts_per_tok", "experts_per_token"),
      HfKey("moe_intermediate_size", "expert_ffn_hidden"), HfKey("norm_topk_prob", "normalize_top_k", False),
-     HfKey("routed_scaling_factor", "routed_scale", 1.0), HfKey("first_k_dense_replace", "first_dense", 0)),
+     HfKey("routed_scaling_factor", "routed_scale", 1.0), HfKey("first_k_dense_replace", "first_dense", 0),
+     HfKey("n_group", "expert_groups", 1), HfKey("topk_group", "groups_per_token", 1)),
     {**_EXPERTS_FIXED, "qk_norm": True, "router_score": "sigmoid", "balance": "bias"},
-    {**_LLAMA_ONLY, "attention_bias": (False,), "n_group": (1,), "topk_group": (1,)}, "model.",
+    {**_LLAMA_ONLY, "attention_bias": (False,)}, "model.",
     other=(*_WINDOWS, *_IN_TRAINING, "moe_layer_freq", "scoring_func", "topk_method"),
-    shared="n_shared_experts")
+    shared="n_shared_experts", best_of_group=2)
 
 # The first that can hold a model is what a run is exported as.
 FAMILIES = {each.model_type: each for each in (_GPT2, _LLAMA, _MISTRAL, _QWEN2, _QWEN3, _MIXTRAL, _QWEN3_MOE,

@@ -324,13 +324,13 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
                         help="most that measured / predicted may be (default: 1.03)")
     parser.add_argument("--hidden", type=float, default=0.85, metavar="X",
                         help="the least share of the exchanges that dualpipe-v is to hide (default: 0.85)")
-    parser.add_argument("--quick", action="store_true", help="8 micro-batches, one step")
+    parser.add_argument("--quick", action="store_true", help="one step of each")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers here too")
     parser.add_argument("--markdown", type=Path, metavar="FILE",
                         help="write the table here too, and how it was made")
     args = parser.parse_args(argv)
     if args.quick:
-        args.m, args.repeat = 8, 1
+        args.repeat = 1
     if min(args.p, args.blocks) < 2 or args.blocks % 2 or min(args.m, args.repeat) < 1:
         parser.error("--p must be at least 2, --blocks an even number, --m and --repeat at least 1")
     if min(args.times) <= 0 or args.exchange <= 0:

@@ -1,12 +1,17 @@
-"""What benches share: a GPT's sizes, its config and micro-batches; the machine, and a common start."""
+"""What benches share: a GPT's sizes, its config and micro-batches; the machine; processes, and a common
+start; tables."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import platform
+import tempfile
 import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,6 +19,8 @@ from threed.comm.process import ProcessComm
 from threed.config.load import load
 from threed.schema import Config
 from threed.tensor.context import Batch
+
+TIMEOUT_S = 300.0  # of communication
 
 
 class Sizes(NamedTuple):
@@ -55,6 +62,42 @@ def batches(config: Config, step: int, rank: int, device: torch.device) -> list[
     return micro_batches
 
 
+@contextmanager
+def on_ranks(count: int, serve: Callable[..., None], *args: Any, method: str = "fork") -> Iterator[list[Any]]:
+    """So many processes, which are killed at the end, and a pipe to each. Their body is `serve(rank, file of
+    a store, *args, pipe)`: it sends what `answer` returns, and as text the traceback of what went wrong."""
+    context: Any = multiprocessing.get_context(method)
+    with tempfile.TemporaryDirectory(prefix="threed-bench-") as scratch:
+        pipes, processes = [], []
+        try:
+            for rank in range(count):
+                ours, theirs = context.Pipe()
+                process = context.Process(target=serve, daemon=True,
+                                          args=(rank, str(Path(scratch) / "store"), *args, theirs))
+                process.start()
+                theirs.close()
+                pipes.append(ours)
+                processes.append(process)
+            yield pipes
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+
+
+def answer(rank: int, pipe: Any) -> Any:
+    """What a process of `on_ranks` has sent next."""
+    if not pipe.poll(TIMEOUT_S + 60):
+        raise SystemExit(f"rank {rank} does not answer")
+    try:
+        message = pipe.recv()
+    except EOFError:
+        message = "it ended without a word"
+    if isinstance(message, str):
+        raise SystemExit(f"rank {rank} failed:\n{message}")
+    return message
+
+
 def start_together(comm: ProcessComm) -> None:
     """A barrier that all leave at the same moment: processes of one machine read one monotonic clock."""
     start = torch.tensor([time.monotonic() + 0.01], dtype=torch.float64)
@@ -76,3 +119,12 @@ def processors() -> tuple[float, float]:
 
 def machine() -> str:
     return f"{os.cpu_count()} cores, CPU, torch {torch.__version__}, Python {platform.python_version()}"
+
+
+def columns(lines: Sequence[Sequence[str]]) -> str:
+    """A table of Markdown, its head first: the first column to the left, the others to the right."""
+    first, *others = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    texts = ["| " + " | ".join([line[0].ljust(first), *map(str.rjust, line[1:], others)]) + " |"
+             for line in lines]
+    rule = "|" + "|".join(["-" * (first + 2), *("-" * (width + 1) + ":" for width in others)]) + "|"
+    return "\n".join([texts[0], rule, *texts[1:]])

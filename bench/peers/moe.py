@@ -7,7 +7,11 @@ turns in the same processes: see bench/peers/turns.py.
     torch      the same model in plain torch
     threed n   ZeRO stage n, on the engine, from a checked plan
 
+With --sleep computation and exchanges sleep, and what is measured is how the one hides the other: see
+bench/peers/sleeping_experts.py.
+
     python -m bench.peers.moe --help
+    python -m bench.peers.moe --sleep --help
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from bench.common import make_config
+from bench.peers import sleeping_experts
 from bench.peers.moe_peers import plain
 from bench.peers.turns import Case, Target, chosen, compare, parsed, parser_of, sizes
 from bench.peers.zero_peers import Step, threed
@@ -40,6 +45,8 @@ def case(args: argparse.Namespace, ep: int) -> Case:
 
 
 def main(argv: Sequence[str]) -> None:
+    if "--sleep" in argv:
+        return sleeping_experts.main([each for each in argv if each != "--sleep"])
     parser = parser_of(__doc__ or "", BASE, layers=4, hidden=384, micro_batch=4)
     parser.add_argument("--experts", type=int, default=8, metavar="N", help="of a block (default: 8)")
     parser.add_argument("--inner", type=int, default=448, metavar="N",

@@ -5,20 +5,17 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import multiprocessing
 import random
-import tempfile
 import traceback
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
-from bench.common import Sizes, make_config
-from bench.peers.turns import TIMEOUT_S, answer, check, join, timed
+from bench.common import TIMEOUT_S, Sizes, answer, make_config, on_ranks
+from bench.peers.turns import check, join, timed
 from bench.peers.zero_peers import DEEPSPEED, DEEPSPEED_VERSION, Step, deepspeed, threed
 from threed.base.quantity import show_count
 from threed.comm.group import Comm
@@ -72,32 +69,16 @@ def serve(rank: int, store: str, args: argparse.Namespace, pipe: Any) -> None:
 
 def measure_step(args: argparse.Namespace, say: Callable[[str], None]) -> tuple[str, list[str]]:
     """A title, and lines of text."""
-    context: Any = multiprocessing.get_context("fork")
-    with tempfile.TemporaryDirectory(prefix="threed-bench-") as scratch:
-        pipes, processes = [], []
-        try:
-            for rank in range(RANKS):
-                ours, theirs = context.Pipe()
-                process = context.Process(target=serve,
-                                          args=(rank, str(Path(scratch) / "store"), args, theirs),
-                                          daemon=True)
-                process.start()
-                processes.append(process)
-                theirs.close()
-                pipes.append(ours)
-            losses, *_ = [answer(rank, pipe) for rank, pipe in enumerate(pipes)]
-            agree(losses)
-            rounds = []
-            for number in range(args.rounds + 1):
-                of_ranks = [answer(rank, pipe) for rank, pipe in enumerate(pipes)]
-                rounds.append({name: join([each[name] for each in of_ranks]) for name in of_ranks[0]})
-                say(f"step, round {number} of {args.rounds}: " + ", ".join(
-                    f"{name} {1e3 * (ran.end - ran.begin):.0f} ms"
-                    for name, ran in sorted(rounds[-1].items())))
-        finally:
-            for process in processes:
-                process.kill()
-                process.join()
+    with on_ranks(RANKS, serve, args) as pipes:
+        losses, *_ = [answer(rank, pipe) for rank, pipe in enumerate(pipes)]
+        agree(losses)
+        rounds = []
+        for number in range(args.rounds + 1):
+            of_ranks = [answer(rank, pipe) for rank, pipe in enumerate(pipes)]
+            rounds.append({name: join([each[name] for each in of_ranks]) for name in of_ranks[0]})
+            say(f"step, round {number} of {args.rounds}: " + ", ".join(
+                f"{name} {1e3 * (ran.end - ran.begin):.0f} ms"
+                for name, ran in sorted(rounds[-1].items())))
     return "A training step", lines(args, rounds[1:])
 
 

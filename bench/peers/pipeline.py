@@ -22,36 +22,38 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import sys
-import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from statistics import mean, median
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
 
-from bench.common import machine, processors, start_together
-from bench.peers.sleepers import PEERS, SHAPE, Case, Ran, Threed, Times, Torch, make_case, nap
+from bench.common import TIMEOUT_S, answer, columns, machine, on_ranks, processors, start_together
+from bench.peers.sleepers import PEERS, Case, Torch, make_case, seconds_of
+from bench.peers.sleeping_engine import (
+    Ran,
+    Seconds,
+    Side,
+    Threed,
+    Times,
+    averaged,
+    measured,
+    nap,
+    ping_pong,
+    side,
+    simulate,
+)
 from threed.comm.process import ProcessComm, file_store
 from threed.planner import make_mesh
 from threed.prediction.schedule_only import bare_programs
-from threed.program.instruction import COMPUTE, Instruction, Op, Slot
-from threed.program.link import Program, link
-from threed.program.plan import Plan
-from threed.program.seam import seam_of
-from threed.program.table import Table
-from threed.program.walk import Mode, walk
+from threed.program.analysis import Analysis
+from threed.program.instruction import COMPUTE
+from threed.program.link import Links, Program, link
 from threed.schedules.orders import SCHEDULES, Order
-
-TIMEOUT_S = 120.0
-PINGS = 60
-PAUSE_S = 0.005
-
 
 # ---------------------------------------------------------------- on every rank
 
@@ -85,7 +87,8 @@ def measure(case: Case, times: Times, repeat: int, comm: ProcessComm,
     """Steps of threed and of torch by turns, after one of each without sleeps, not counted, for what is set
     up at first use."""
     used = time.process_time()
-    ours = Threed(case, times, comm, opened)
+    asked = seconds_of(case, times)
+    ours = Threed(*make_case(case), comm, opened, lambda item: asked.get(item.op, ()))
     peers = Torch(case, times, comm.rank) if case.schedule in PEERS else None
     results = Results([], [], ping_pong(comm), 0.0)
     for number in range(1 + repeat):
@@ -98,87 +101,33 @@ def measure(case: Case, times: Times, repeat: int, comm: ProcessComm,
     return Results(results.threed[1:], results.torch[1:], results.transfers, time.process_time() - used)
 
 
-def ping_pong(comm: ProcessComm) -> list[float]:
-    """Seconds of a message between ranks 0 and 1, one way, as half a round trip. As in a pipeline, the
-    receiver waits already, and the sender has slept: the pauses are taken off."""
-    start_together(comm)
-    forth, back = (0, 1, "act"), (1, 0, "grad")
-    value, seconds = torch.zeros(SHAPE), []
-    for _ in range(PINGS if comm.rank < 2 else 0):
-        mine, other = (forth, back) if comm.rank == 0 else (back, forth)
-        if comm.rank == 1:
-            comm.channels[other].recv(value).wait()
-        before = time.monotonic()
-        time.sleep(PAUSE_S)
-        slept = torch.full(SHAPE, time.monotonic() - before)
-        begin = time.monotonic()
-        sent = comm.channels[mine].send(slept)
-        if comm.rank == 0:
-            comm.channels[other].recv(value).wait()
-            seconds.append((time.monotonic() - begin - value.flatten()[0].item()) / 2)
-        sent.wait()
-    return seconds[PINGS // 6:]
-
-
 # ---------------------------------------------------------------- the simulation
 
 
-Seconds = dict[tuple[int, Instruction], float]  # (position, instruction) -> as measured
-
-
-def simulate(programs: Sequence[Program], table: Table, seam: Callable[[int], set[Slot]], seconds: Seconds,
-             transfer_s: float) -> float:
-    """Step time of programs whose instructions take these times. Sends take `transfer_s`; the rest of
-    communication nothing."""
-    links = [link(program, table, position, seam(position)) for position, program in enumerate(programs)]
-    taken = [[transfer_s if item.op == Op.SEND else seconds.get((position, item), 0.0) for item in program]
-             for position, program in enumerate(programs)]
-    return walk(programs, links, Mode.BUFFERED, taken).total_s
-
-
-def averaged(seconds: Seconds) -> Seconds:
-    """Each time replaced by the mean of its position, op and unit."""
-    groups: dict[tuple[int, Op, int], list[float]] = {}
-    for (position, item), took in seconds.items():
-        groups.setdefault((position, item.op, item.unit), []).append(took)
-    return {(position, item): mean(groups[position, item.op, item.unit]) for position, item in seconds}
-
-
-def simulate_threed(plan: Plan, ranks: Sequence[Ran], transfer_s: float) -> tuple[float, float]:
+def simulate_threed(analysis: Analysis, ranks: Sequence[Ran], transfer_s: float) -> tuple[float, float]:
     """A step of threed from each instruction's own time, and from means by op."""
-    programs = plan.programs["train"]
-    seconds = {(position, item): took for position, ran in enumerate(ranks)
-               for item, took in zip(programs[position], ran.seconds, strict=True) if item.op in COMPUTE
-               or item.op == Op.STEP}
-    own, means = (simulate(programs, plan.table, partial(seam_of, plan.table), each, transfer_s)
-                  for each in (seconds, averaged(seconds)))
-    return own, means
+    programs = analysis.plan.programs["train"]
+    return _own_and_means(programs, analysis.simulated("train"), measured(programs, ranks), transfer_s)
 
 
 def simulate_torch(case: Case, ranks: Sequence[Ran], transfer_s: float) -> tuple[float, float]:
     """The same of a step of torch: the order that it was seen to execute, with threed's messages."""
-    order: Order = [ran.tasks for ran in ranks]
+    order: Order = [list(ran.tasks) for ran in ranks]
     programs, table = bare_programs(order, SCHEDULES[case.schedule].place(case.p, case.v), case.m)
     seconds = {(position, item): took for position, ran in enumerate(ranks)
                for item, took in zip([item for item in programs[position] if item.op in COMPUTE], ran.seconds,
                                      strict=True)}
-    own, means = (simulate(programs, table, lambda _: set(), each, transfer_s)
-                  for each in (seconds, averaged(seconds)))
+    links = [link(program, table, position, set()) for position, program in enumerate(programs)]
+    return _own_and_means(programs, links, seconds, transfer_s)
+
+
+def _own_and_means(programs: Sequence[Program], links: Sequence[Links], seconds: Seconds,
+                   transfer_s: float) -> tuple[float, float]:
+    own, means = (simulate(programs, links, each, transfer_s) for each in (seconds, averaged(seconds)))
     return own, means
 
 
 # ---------------------------------------------------------------- the bench
-
-
-class Side(NamedTuple):
-    """One executor in one case: medians over the steps. A ratio is of a step to its own simulation."""
-
-    step_s: float
-    simulated_s: float
-    ratio: float
-    best_ratio: float
-    ratio_to_means: float  # to the simulation from mean times by position, op and unit
-    steps_s: list[float]
 
 
 class Row(NamedTuple):
@@ -190,72 +139,31 @@ class Row(NamedTuple):
     others: float  # share of the machine's processors that was busy with other work
 
 
-def side(steps: Sequence[Sequence[Ran]], simulated: Callable[[Sequence[Ran]], tuple[float, float]]) -> Side:
-    """`steps[step][rank]`. A step begins with the first rank and ends with the last."""
-    took = [max(ran.end for ran in ranks) - min(ran.begin for ran in ranks) for ranks in steps]
-    own, means = zip(*map(simulated, steps))
-    ratios = [t / s for t, s in zip(took, own)]
-    return Side(median(took), median(own), median(ratios), min(ratios),
-                median(t / s for t, s in zip(took, means)), took)
-
-
 def sum_up(case: Case, times: Times, ranks: Sequence[Results], busy: tuple[float, float]) -> Row:
     """`busy`: processor seconds that the machine used in the meantime, and that it had."""
     transfer_s = median(ranks[0].transfers)
-    _, plan = make_case(case)
-    share = times.over(case.v * case.units)
-    nominal = {Op.FORWARD: share.forward, Op.BACKWARD: share.input + share.weight,
-               Op.BACKWARD_INPUT: share.input,
-               Op.BACKWARD_WEIGHT: share.weight}
-    programs = plan.programs["train"]
-    exact = {(position, item): nominal.get(item.op, 0.0)
+    analysis = Analysis(make_case(case)[1])
+    asked = seconds_of(case, times)
+    programs = analysis.plan.programs["train"]
+    exact = {(position, item): sum(asked.get(item.op, ()))
              for position, program in enumerate(programs) for item in program}
     ours = side(list(zip(*(rank.threed for rank in ranks))),
-                lambda each: simulate_threed(plan, each, transfer_s))
+                lambda each: simulate_threed(analysis, each, transfer_s))
     peers = side(list(zip(*(rank.torch for rank in ranks))),
                  lambda each: simulate_torch(case, each, transfer_s)) \
         if ranks[0].torch else None
-    return Row(case, transfer_s, simulate(programs, plan.table, partial(seam_of, plan.table), exact, 0.0),
-               ours, peers,
+    return Row(case, transfer_s, simulate(programs, analysis.simulated("train"), exact, 0.0), ours, peers,
                max(0.0, busy[0] - sum(rank.cpu_s for rank in ranks)) / max(busy[1], 1e-9))
 
 
 def run(cases: Sequence[Case], times: Times, repeat: int) -> Iterator[Row]:
     """The cases of one p, in processes forked once."""
-    context = multiprocessing.get_context("fork")
-    with tempfile.TemporaryDirectory(prefix="threed-bench-") as scratch:
-        pipes, processes = [], []
-        try:
-            for rank in range(cases[0].p):
-                ours, theirs = context.Pipe()
-                process = context.Process(target=serve, daemon=True,
-                                          args=(rank, str(Path(scratch) / "store"), cases, times, repeat,
-                                                theirs))
-                process.start()
-                theirs.close()
-                pipes.append(ours)
-                processes.append(process)
-            for case in cases:
-                before = processors()
-                ranks = [_answer(rank, pipe) for rank, pipe in enumerate(pipes)]
-                busy = [now - then for now, then in zip(processors(), before)]
-                yield sum_up(case, times, ranks, (busy[0], busy[1]))
-        finally:
-            for process in processes:
-                process.kill()
-                process.join()
-
-
-def _answer(rank: int, pipe: Any) -> Results:
-    if not pipe.poll(TIMEOUT_S + 60):
-        raise SystemExit(f"rank {rank} does not answer")
-    try:
-        message = pipe.recv()
-    except EOFError:
-        message = "it ended without a word"
-    if not isinstance(message, Results):
-        raise SystemExit(f"rank {rank} failed:\n{message}")
-    return message
+    with on_ranks(cases[0].p, serve, cases, times, repeat) as pipes:
+        for case in cases:
+            before = processors()
+            ranks: list[Results] = [answer(rank, pipe) for rank, pipe in enumerate(pipes)]
+            busy = [now - then for now, then in zip(processors(), before)]
+            yield sum_up(case, times, ranks, (busy[0], busy[1]))
 
 
 HEAD = ("schedule", "p", "m", "ideal ms", "threed ms", "simulated ms", "ratio", "best", "torch ms",
@@ -279,13 +187,7 @@ def _ms(seconds: float) -> str:
 
 
 def table_text(rows: Sequence[Row]) -> str:
-    lines = [HEAD, *map(cells, rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(HEAD))]
-    first, *others = widths
-    texts = ["| " + " | ".join([line[0].ljust(first), *map(str.rjust, line[1:], others)]) + " |"
-             for line in lines]
-    rule = "|" + "|".join(["-" * (first + 2), *("-" * (width + 1) + ":" for width in others)]) + "|"
-    return "\n".join([texts[0], rule, *texts[1:]])
+    return columns([HEAD, *map(cells, rows)])
 
 
 def verdict(rows: Sequence[Row], target: float) -> str:

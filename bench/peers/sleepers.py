@@ -1,5 +1,4 @@
-"""Pipelines that sleep: the same stages for threed's engine and for torch.distributed.pipelining, one rank of
-each.
+"""Pipelines that sleep: a plan for threed's engine, and the same stages for torch.distributed.pipelining.
 
 The forward, the input half and the weight half of backward sleep; small tensors are really sent.
 """
@@ -14,40 +13,22 @@ import torch
 import torch.distributed.pipelining as tp
 from torch import nn
 
-from threed.comm.process import ProcessComm
+from bench.peers.sleeping_engine import SHAPE, Ran, Times, nap
 from threed.config.load import load
-from threed.engine.engine import Engine
-from threed.engine.loopback import channel_pairs
 from threed.features.pipeline.plan import communicate, expand
 from threed.features.zero import plan as zero
 from threed.planner import make_pipeline, make_table
 from threed.program.check import check
-from threed.program.instruction import Instruction, Op, Slot
+from threed.program.instruction import Op
 from threed.program.plan import Plan
-from threed.program.slots import Slots
 from threed.schedules.orders import SCHEDULES, Task
 from threed.schema import Config
 from threed.spec.kernels import Product
-from threed.tensor.context import Batch
-from threed.tensor.loss_sum import NUMBERS
-
-SHAPE = (16, 1, 32)  # of a message: sequence, micro-batch, hidden
 
 # threed's schedule -> torch's, for those that both have. zb-h1 is the one-stage form of torch's (ZB1P).
 PEERS: dict[str, Any] = {"gpipe": tp.ScheduleGPipe, "1f1b": tp.Schedule1F1B,
                          "interleaved": tp.ScheduleInterleaved1F1B,
                          "zb-h1": tp.ScheduleInterleavedZeroBubble, "zb-v": tp.ScheduleZBVZeroBubble}
-
-
-class Times(NamedTuple):
-    """Seconds of a position's whole share, for one micro-batch."""
-
-    forward: float
-    input: float
-    weight: float
-
-    def over(self, count: int) -> Times:
-        return Times(*(seconds / count for seconds in self))
 
 
 class Case(NamedTuple):
@@ -59,29 +40,6 @@ class Case(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.schedule} p={self.p} m={self.m}" + (f" v={self.v}" if self.v > 1 else "")
-
-
-class Ran(NamedTuple):
-    """One step of one rank: its begin and end by the clock that all processes share, and the seconds of its
-    ops, in order."""
-
-    begin: float
-    end: float
-    seconds: list[float]
-    tasks: list[Task]  # torch: what the seconds are of; threed: its program
-
-
-class Naps:
-    """Sleeps, unless switched off: the step that only sets things up need not take its time."""
-
-    on = False
-
-    def __call__(self, seconds: float) -> None:
-        if self.on and seconds > 0:
-            time.sleep(seconds)
-
-
-nap = Naps()  # of this process
 
 
 # ---------------------------------------------------------------- threed
@@ -110,59 +68,12 @@ def make_case(case: Case) -> tuple[Config, Plan]:
     return config, plan
 
 
-class Threed:
-    """One rank of threed's engine with handlers that sleep."""
-
-    def __init__(self, case: Case, times: Times, comm: ProcessComm, opened: set[tuple[int, int, str]]):
-        """`opened`: channels that earlier cases have opened."""
-        config, plan = make_case(case)
-        pairs = set(channel_pairs(plan)) - opened
-        comm.open_channels(sorted(pairs))
-        opened |= pairs
-        self.table, self.times, self.value = plan.table, times, torch.zeros(SHAPE)
-        self.share = times.over(case.v * case.units)
-        self.engine = Engine(config, plan, comm)
-        self.engine.handlers |= {Op.FORWARD: self.forward, Op.BACKWARD: self.backward,
-                                 Op.BACKWARD_INPUT: self.backward_input,
-                                 Op.BACKWARD_WEIGHT: self.backward_weight}
-
-    def step(self) -> Ran:
-        begin = time.monotonic()
-        _, trace = self.engine.train_step(_no_batch)
-        end = time.monotonic()
-        return Ran(begin, end, [after - before for before, after in zip(trace.started, trace.ended)], [])
-
-    def forward(self, item: Instruction, slots: Slots) -> None:
-        nap(self.share.forward)
-        slots.put(Slot("saved", item.unit, item.microbatch), True)
-        if item.unit < self.table.last:
-            slots.put(Slot("act", item.unit, item.microbatch), self.value)
-        else:
-            slots.put(Slot("loss"), torch.zeros(NUMBERS, dtype=torch.float64))
-
-    def backward_input(self, item: Instruction, slots: Slots) -> None:
-        nap(self.share.input)
-        self._grad(item, slots)
-        slots.put(Slot("operands", item.unit, item.microbatch), True)
-
-    def backward_weight(self, item: Instruction, slots: Slots) -> None:
-        nap(self.share.weight)
-        for unit in self.table.units[item.unit].parameters:
-            slots.put(Slot("wgrad", unit), True)
-
-    def backward(self, item: Instruction, slots: Slots) -> None:
-        """Two sleeps, as in torch's, so that both oversleep alike."""
-        nap(self.share.input)
-        self.backward_weight(item, slots)
-        self._grad(item, slots)
-
-    def _grad(self, item: Instruction, slots: Slots) -> None:
-        if item.unit > 0:
-            slots.put(Slot("grad", item.unit - 1, item.microbatch), self.value)
-
-
-def _no_batch(microbatch: int) -> Batch:
-    raise AssertionError("stages that sleep read no data")
+def seconds_of(case: Case, times: Times) -> dict[Op, tuple[float, ...]]:
+    """For which the handlers of a unit sleep. BACKWARD sleeps twice, as torch's does, so that both oversleep
+    alike."""
+    share = times.over(case.v * case.units)
+    return {Op.FORWARD: (share.forward,), Op.BACKWARD: (share.input, share.weight),
+            Op.BACKWARD_INPUT: (share.input,), Op.BACKWARD_WEIGHT: (share.weight,)}
 
 
 # ---------------------------------------------------------------- torch

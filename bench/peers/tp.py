@@ -20,10 +20,8 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import multiprocessing
 import random
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -34,9 +32,18 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bench.common import Sizes, batches, machine, make_config, processors, start_together
+from bench.common import (
+    TIMEOUT_S,
+    Sizes,
+    answer,
+    batches,
+    machine,
+    make_config,
+    on_ranks,
+    processors,
+    start_together,
+)
 from bench.peers.slow_link import Alone, Products, Ran, SlowGroup, Spent, Stepper, is_block
-from bench.peers.turns import TIMEOUT_S, answer
 from threed.base.quantity import show_bytes
 from threed.comm.process import ProcessComm, ProcessGroup, file_store
 from threed.planner import make_mesh, make_plan
@@ -177,23 +184,8 @@ def all_reduce_bytes(args: argparse.Namespace) -> float:
 
 
 def run(args: argparse.Namespace, say: Callable[[str], None]) -> Result:
-    context: Any = multiprocessing.get_context("fork")
-    with tempfile.TemporaryDirectory(prefix="threed-bench-") as scratch:
-        pipes, processes = [], []
-        try:
-            for rank in range(args.tp):
-                ours, theirs = context.Pipe()
-                process = context.Process(target=serve, daemon=True,
-                                          args=(rank, str(Path(scratch) / "store"), args, theirs))
-                process.start()
-                theirs.close()
-                pipes.append(ours)
-                processes.append(process)
-            return measure(pipes, args, say)
-        finally:
-            for process in processes:
-                process.kill()
-                process.join()
+    with on_ranks(args.tp, serve, args) as pipes:
+        return measure(pipes, args, say)
 
 
 def measure(pipes: Sequence[Any], args: argparse.Namespace, say: Callable[[str], None]) -> Result:

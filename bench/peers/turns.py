@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import random
 import sys
-import tempfile
 import time
 import traceback
 import warnings
@@ -23,7 +21,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bench.common import Sizes, batches, machine, processors, start_together
+from bench.common import (
+    TIMEOUT_S,
+    Sizes,
+    answer,
+    batches,
+    columns,
+    machine,
+    on_ranks,
+    processors,
+    start_together,
+)
 from bench.peers.zero_peers import DEEPSPEED, DEEPSPEED_VERSION, Step
 from threed.base.quantity import show_bytes, show_count
 from threed.comm.process import ProcessComm, file_store
@@ -31,7 +39,6 @@ from threed.models.model import layers
 from threed.planner import make_mesh
 from threed.schema import Config
 
-TIMEOUT_S = 300.0
 TOLERANCE = 1e-5  # relative, of losses
 
 
@@ -151,23 +158,9 @@ def run(case: Case, args: argparse.Namespace, begin: float) -> Result:
     def say(text: str) -> None:
         print(f"{time.monotonic() - begin:4.0f} s  {case.title}: {text}", file=sys.stderr, flush=True)
 
-    context: Any = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "fork")
-    with tempfile.TemporaryDirectory(prefix="threed-bench-") as scratch:
-        pipes, processes = [], []
-        try:
-            for rank in range(make_mesh(case.config).size):
-                ours, theirs = context.Pipe()
-                process = context.Process(target=serve, daemon=True,
-                                          args=(rank, str(Path(scratch) / "store"), case, args, theirs))
-                process.start()
-                theirs.close()
-                pipes.append(ours)
-                processes.append(process)
-            return measure(case, pipes, args, say)
-        finally:
-            for process in processes:
-                process.kill()
-                process.join()
+    method = "spawn" if torch.cuda.is_available() else "fork"
+    with on_ranks(make_mesh(case.config).size, serve, case, args, method=method) as pipes:
+        return measure(case, pipes, args, say)
 
 
 def measure(case: Case, pipes: Sequence[Any], args: argparse.Namespace, say: Callable[[str], None]) -> Result:
@@ -218,18 +211,6 @@ def sum_up(case: Case, rounds: Sequence[dict[str, Ran]], others: float) -> Resul
     return Result(case, rows, others)
 
 
-def answer(rank: int, pipe: Any) -> Any:
-    if not pipe.poll(TIMEOUT_S + 60):
-        raise SystemExit(f"rank {rank} does not answer")
-    try:
-        message = pipe.recv()
-    except EOFError:
-        message = "it ended without a word"
-    if isinstance(message, str):
-        raise SystemExit(f"rank {rank} failed:\n{message}")
-    return message
-
-
 # ---------------------------------------------------------------- words
 
 
@@ -238,12 +219,7 @@ def table_text(result: Result) -> str:
     lines = [("executor", "ms", f"of {base}", f"cpu of {base}", "bytes sent"),
              *((row.name, f"{1e3 * row.step_s:.0f}", f"{row.ratio:.3f}", f"{row.cpu_ratio:.3f}",
                 show_bytes(row.sent) if row.sent else "-") for row in result.rows)]
-    widths = [max(map(len, column)) for column in zip(*lines)]
-    first, *others = widths
-    texts = ["| " + " | ".join([line[0].ljust(first), *map(str.rjust, line[1:], others)]) + " |"
-             for line in lines]
-    rule = "|" + "|".join(["-" * (first + 2), *("-" * (width + 1) + ":" for width in others)]) + "|"
-    return "\n".join([texts[0], rule, *texts[1:]])
+    return columns(lines)
 
 
 def verdicts(result: Result) -> str:

@@ -24,8 +24,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from bench.common import Sizes, batches, make_config
-from bench.peers.turns import TIMEOUT_S
+from bench.common import TIMEOUT_S, Sizes, batches, make_config
 from threed.base.quantity import show_bytes, show_count, show_seconds
 from threed.checkpoint.lineage import Lineage
 from threed.checkpoint.save import Saver

@@ -42,8 +42,22 @@ def test_each_bench_is_tried():
 @pytest.mark.parametrize("name", [
     pytest.param(name, marks=[] if name == "peers.pipeline" else pytest.mark.slow) for name in SMALLEST])
 def test_smallest(name, tmp_path):
-    command = [sys.executable, "-m", f"bench.{name}", *SMALLEST[name].format(folder=tmp_path).split()]
+    assert run(name, SMALLEST[name].format(folder=tmp_path), tmp_path).strip()
+
+
+def test_experts_that_sleep(tmp_path):
+    """Each schedule that has pairs is there without and with them, and the targets stand below."""
+    options = "--sleep --p 2 --m 4 --times 1 1 1 --repeat 1 --schedule 1f1b dualpipe-v"
+    out = run("peers.moe", options, tmp_path)
+    first = [line.split("|")[1].strip() for line in out.splitlines() if line.startswith("| ")]
+    assert first == ["schedule", "1f1b", "1f1b, paired", "dualpipe-v (v=2)", "dualpipe-v (v=2), paired"], out
+    assert "x predicted" in out and "dualpipe-v (v=2), paired: at least 85% of the exchanges hidden" in out
+
+
+def run(name: str, options: str, folder: Path) -> str:
+    """What a bench prints."""
+    command = [sys.executable, "-m", f"bench.{name}", *options.split()]
     done = subprocess.run(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                          timeout=500, env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)})
+                          timeout=500, env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(folder)})
     assert done.returncode == 0 and "Traceback" not in done.stdout, done.stdout[-3000:]
-    assert done.stdout.strip()
+    return done.stdout

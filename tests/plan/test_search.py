@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import pytest
 from typer.testing import CliRunner
@@ -13,13 +14,16 @@ from threed.base.errors import ConfigError, InputError
 from threed.cli.main import app
 from threed.layout_search.bounds import Bounds
 from threed.layout_search.layout import KEYS, Layout, changes, config_of
-from threed.layout_search.merge import merged, runs
+from threed.layout_search.merge import merged, runs, wait_s
 from threed.layout_search.request import ask
 from threed.layout_search.search import show
 from threed.layout_search.short_plan import ShortPlans
 from threed.layout_search.space import NEEDLESS, NO_BATCH, NO_SHAPE, SLOWER
 from threed.planner.facts import make_table
+from threed.prediction.analytic import cost
 from threed.prediction.hardware import Hardware
+from threed.program.instruction import Instruction, Op
+from threed.program.plan import Plan
 from threed.program.table import Table
 
 
@@ -51,27 +55,28 @@ def test_runs(kinds, want):
             for first, stop, size in runs(kinds)] == want
 
 
-@pytest.mark.parametrize("chosen, units", [([], 1 + 3 + 1), (["model.moe_every=2"], 1 + 4 + 1),
-                                           (["model.first_dense=2"], 1 + 1 + 3 + 1)])
+@pytest.mark.parametrize("chosen, units", [([], 1 + 1 + 1), (["model.moe_every=2"], 1 + 2 + 1),
+                                           (["model.first_dense=2"], 1 + 1 + 1 + 1)])
 def test_merged_experts(chosen, units):
-    """Without traffic over dp, blocks that are alike are one unit of each kind, which costs as much."""
-    table = make_table(threed.load("configs/toy-moe.yaml", ["parallel.pp=1", *chosen]), (0,))
-    few = merged(table, ends=False).table
-    assert len(few.units) == units and len(merged(table).table.units) == len(table.units)
-    assert sums(few) == sums(table)
-    assert {made.trip.counts for unit in few.units for made in unit.makes if made.trip} == {
-        (), (("counts", 0), ("arriving", 0)), (("arriving", 1), ("counts", 1))}
+    """Without traffic over dp, blocks that are alike are one unit, which costs as much, and waits for what
+    they exchange."""
+    config = threed.load("configs/toy-moe.yaml", ["parallel.pp=1", *chosen])
+    table = make_table(config, (0,))
+    few, price = merged(table, ends=False), partial(cost(Plan(table, {}, config), H100), 0)
+    assert len(few.table.units) == units < len(merged(table).table.units) < len(table.units)
+    assert sums(few.table) == sums(table)
+    for op in (Op.FORWARD, Op.BACKWARD):
+        takes = few.cost(Plan(few.table, {}, config), H100)
+        waits_s = sum(wait_s(table, u, op, price) for u in range(len(table.units)))
+        assert waits_s > 0 and sum(takes(0, Instruction(op, u, 0)) for u in range(units)) == pytest.approx(
+            waits_s + sum(price(Instruction(op, u, 0)) for u in range(len(table.units))))
 
 
 def sums(table: Table) -> tuple[int, ...]:
-    trips = [(made, made.trip) for unit in table.units for made in unit.makes if made.trip]
     return (sum(unit.saved_bytes for unit in table.units), sum(len(unit.kernels) for unit in table.units),
             sum(each.numel for each in table.parameters.values()),
-            sum(made.bytes for made, _ in trips), sum(trip.bytes for _, trip in trips),
-            sum(trip.times for _, trip in trips), sum(unit.operand_bytes for unit in table.units),
-            sum(unit.forward_flops for unit in table.units), sum(len(unit.again) for unit in table.units),
-            *(sum(each for unit in table.units for axes in getattr(unit, what).values()
-                  for each in axes.values()) for what in ("traffic", "rings")))
+            sum(unit.operand_bytes for unit in table.units),
+            sum(unit.forward_flops for unit in table.units))
 
 
 # ---------------------------------------------------------------- what stays fixed

@@ -90,7 +90,19 @@ def convert(framework: Framework, found: dict[str, Any], source: str, overrides:
         done.values.setdefault("parallel.dp", given["dp"])
     done.values |= chosen
     done.why = {key: text for key, text in done.why.items() if key not in chosen}
+    if devices is None and "parallel.dp" not in chosen:
+        _check_ranks(done.values, origin.get("parallel.ep", "parallel.ep"), source)
     return done
+
+
+def _check_ranks(values: dict[str, Any], key: str, source: str) -> None:
+    """InputError where more ranks hold all experts together than there are for sure. (Without --devices, what
+    does not say how many there are counts as 1.) `key`: theirs, which says so."""
+    ep, tp = values.get("parallel.ep", 1), values.get("parallel.tp", 1)
+    whole = isinstance(ep, int) and isinstance(tp, int)  # what else it is, the config's checks say
+    if values.get("parallel.dp", "auto") in ("auto", 1) and whole and ep > tp:
+        raise InputError(f"{key}={ep}: {source} and the command do not say how many ranks there are; add "
+                         "--devices N, or parallel.dp=N")
 
 
 def _size(given: dict[str, Any], framework: Framework, key: str) -> int:

@@ -82,8 +82,8 @@ def _balance(value: Any, given: Given) -> Any:
     if not any(coefficients if isinstance(coefficients, list) else [coefficients]):
         raise Dropped("without --moe-aux-loss-coeff it has no effect")
     if kind != "seq_aux_loss":
-        raise Refused(f"{kind} is of micro-batches or of all ranks; threed's auxiliary loss is of each "
-                      "sequence: seq_aux_loss")
+        raise Refused(f"{kind} is of micro-batches or of all ranks, so that its value depends on their size; "
+                      "threed's is of each sequence: seq_aux_loss (model.balance=sequence)")
     if given.get("moe_router_enable_expert_bias"):
         raise Refused("threed has one of them: an auxiliary loss, or a bias")
     return "sequence"
@@ -95,7 +95,8 @@ def _weight(value: Any, given: Given) -> Any:
         raise Dropped("without a weight there is no auxiliary loss")
     kind = given.get("moe_router_load_balancing_type", "aux_loss")
     if _single(kind, given) != "seq_aux_loss":
-        raise Refused(f"{kind} is not of each sequence, as threed's auxiliary loss is: seq_aux_loss")
+        raise Refused(f"{kind} is not of each sequence, as threed's auxiliary loss is: seq_aux_loss (with "
+                      "model.balance=sequence, it is model.balance_weight)")
     return _single(value, given)
 
 
@@ -166,6 +167,16 @@ OF_DEEPSPEED = (
     Key("moe_top2_2nd_expert_sampling", NOTHING + "experts are chosen without noise", with_experts(_second)),
     Key("disable_moe_top2_2nd_expert_sampling", NO_KEY + "experts are chosen without noise"),
 )
+
+
+def notes(found: Given) -> list[str]:
+    """What Megatron-LM does by default with experts, and threed does not."""
+    tp, size = found.get("tensor_model_parallel_size", 1), "expert_tensor_parallel_size"
+    if not _has(found) or found.get("deepspeed") or size in found or tp == 1:
+        return []
+    return [f"an expert is whole on its rank here, and cut over tp={tp} there by default "
+            f"(--{size.replace('_', '-')}): a larger parallel.ep, which takes ranks of tp, too, leaves less "
+            "to each"]
 
 
 def defaults_of_deepspeed(given: Given) -> dict[str, Any]:

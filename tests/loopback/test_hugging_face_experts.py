@@ -186,7 +186,7 @@ def test_stacked_experts_of_another_shape_and_twice(tmp_path):
     ({"shared_expert_intermediate_size": 64}, "_size=64: threed has no gate of the shared"),
     ({"qk_norm_type": "per_layer"}, "=per_layer: threed has no norms of queries and keys over all"),
     ({"swiglu_limit": 7.0}, "swiglu_limit=7.0: threed has no clamped SwiGLU"),
-    ({"mlp_bias": True}, "mlp_bias=True: threed has no biases of experts"),
+    ({"mlp_bias": True}, "mlp_bias=True: threed has no biases of MLPs alone"),
     ({"expert_bias": True}, "expert_bias=True: threed has no biases of experts"),
     ({"model_type": "gpt_oss", "swiglu_limit": 7.0}, "model_type=gpt_oss is a model that threed does not "
      "have, with attention sinks, clamped SwiGLU (swiglu_limit=7.0), biases of experts; import one of"),

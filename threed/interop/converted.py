@@ -14,7 +14,7 @@ from threed.base.errors import ConfigError, InputError
 from threed.config import load as configs
 from threed.config.keys.deepspeed import CLIPS_SINCE
 from threed.config.keys.megatron import MEGATRON
-from threed.config.keys.table import NO_KEY, NOTHING, Dropped, Framework, Key, Refused
+from threed.config.keys.table import Dropped, Framework, Key, Refused
 from threed.config.values import get
 from threed.interop.script import TYPED
 from threed.interop.shell.opaque import is_open
@@ -145,7 +145,7 @@ def _take(done: Converted, origin: dict[str, str], key: str, row: Key | None, va
         done.dropped[key] = f"auto is {who}" + (f": set {row.key}" if row.key else "")
         return
     try:
-        taken = _taken(row, value, given)
+        taken = row.taken(value, given)
     except Dropped as reason:
         done.dropped[key] = str(reason)
         return
@@ -166,27 +166,11 @@ def _take(done: Converted, origin: dict[str, str], key: str, row: Key | None, va
             done.why[ours] = remark
 
 
-def _taken(row: Key, value: Any, given: dict[str, Any]) -> dict[str, Any]:
-    """Our keys and values for one of their keys."""
-    if row.take is None and row.key is None:
-        if row.ours.startswith(NOTHING) and not row.asks(value):
-            return {}
-        raise (Dropped if row.ours.startswith(NO_KEY) else Refused)(row.ours.partition(": ")[2])
-    assert row.key is not None or row.take is not None
-    if row.switch is not None or row.off:
-        if not row.asks(value):
-            return {}
-    if row.take is None:
-        return {row.key: yaml.safe_load(row.switch) if row.switch is not None else value}  # pyright: ignore
-    taken = row.take(value, given)
-    return taken if isinstance(taken, dict) else {row.key: taken}  # pyright: ignore
-
-
 def _take_default(done: Converted, name: str, row: Key | None, value: Any, given: dict[str, Any]) -> None:
     """One key that was not given, and whose default differs from ours."""
     assert row is not None, name
     try:
-        taken = _taken(row, value, given)
+        taken = row.taken(value, given)
     except Dropped:
         return
     except Refused as reason:

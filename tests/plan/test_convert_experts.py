@@ -53,11 +53,12 @@ def test_settings_of_experts_that_are_refused(key, value, tmp_path):
 
 
 @pytest.mark.parametrize("section, key, words", [
-    ({"enabled": True, "top_k": "auto"}, "expert_parallel.top_k", "auto is found in the model: set"),
+    ({"enabled": True, "top_k": "auto"}, "expert_parallel.top_k", "or from the model: set"),
     ({"enabled": True, "route_norm": None}, "expert_parallel.route_norm", "as the model has it"),
     ({"enabled": True, "route_scale": 2.0, "routed_scaling_factor": 2.5}, "expert_parallel.route_scale",
      "routed_scaling_factor replaces it"),
-    (BLOCK, "expert_parallel.autoep_size", "without expert_parallel.enabled it has no effect")])
+    *((BLOCK | {key: value}, f"expert_parallel.{key}", "without expert_parallel.enabled it has no effect")
+      for key, value in (("autoep_size", 4), ("expert_tensor_parallel_size", 2), ("novelty", 3)))])
 def test_settings_of_experts_without_an_effect(section, key, words, tmp_path):
     done = deepspeed(tmp_path, section)
     assert words in done.dropped[key] and not done.refused
@@ -126,6 +127,14 @@ def test_an_expert_that_megatron_cuts_over_tp():
             for more in ("--tensor-model-parallel-size 2", "", "--tensor-model-parallel-size 2 "
                          "--expert-tensor-parallel-size 1")]
     assert said == [True, False, False]
+
+
+def test_options_of_experts_that_are_not_there():
+    text = MEGATRON.replace("--num-experts 8", "--expert-tensor-parallel-size 2 --moe-router-topk 2")
+    done = subject.megatron(text, [])
+    assert not done.refused and done.config.model.family == "gpt"
+    assert {done.dropped[f"--{name}"] for name in ("expert-tensor-parallel-size", "moe-router-topk")} == {
+        "without --num-experts there are none"}
 
 
 def test_other_numbers_of_experts_in_other_blocks():

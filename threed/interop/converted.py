@@ -140,9 +140,8 @@ def _take(done: Converted, origin: dict[str, str], key: str, row: Key | None, va
         done.refused[key] = f"threed does not know this key of {done.framework.name}"
         return
     if value == "auto":
-        who = ("found in the model" if key.startswith("expert_parallel.")
-               else "filled in by Hugging Face's Trainer")
-        done.dropped[key] = f"auto is {who}" + (f": set {row.key}" if row.key else "")
+        done.dropped[key] = ("auto is filled in later, by Hugging Face's Trainer or from the model"
+                             + (f": set {row.key}" if row.key else ""))
         return
     try:
         taken = row.taken(value, given)

@@ -158,17 +158,14 @@ def locate(family: HFFamily, model: ModelConfig, files: Files) -> Source:
     every, rows = family.rows(model), dict[str, list[TensorRow]]()
     problems, stacked, taken = list[str](), list[str](), set[str]()
     for parameter in parameters(model):
-        mine, stored = every.get(parameter.name), parameter.stored
+        mine = every.get(parameter.name)
         if mine is None:
             problems.append(f"a {family.model_type} of transformers has no {parameter.name}: leave out the "
                             "override that asks for it")
             continue
         rows[parameter.name] = mine
-        stacked += unstack(entries, mine, stored, model, cut)
-        stack = mine[0].also.removeprefix(cut)
-        asked = {stack: mine[0].stack(stored)} if stack in entries else {
-            name.removeprefix(cut): shape
-            for row in mine for name, shape in row.shapes(stored, model).items()}
+        replaced, asked = unstack(entries, mine, parameter.stored, model, cut)
+        stacked += replaced
         problems += _unlike(parameter.name, asked, files)
         taken.update(asked)
     rest = entries.keys() - taken

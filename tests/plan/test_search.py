@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from typer.testing import CliRunner
@@ -18,8 +19,10 @@ from threed.layout_search.request import ask
 from threed.layout_search.search import show
 from threed.layout_search.short_plan import ShortPlans
 from threed.layout_search.space import NEEDLESS, NO_BATCH, NO_SHAPE, SLOWER
+from threed.layout_search.units import UnitCost, with_waits
 from threed.planner.facts import make_table
 from threed.prediction.hardware import Hardware
+from threed.program.entries import Handed, Read, Trip
 from threed.program.table import Table
 
 
@@ -49,6 +52,21 @@ def test_bound():
 def test_runs(kinds, want):
     assert [" ".join(kinds[at:at + size] for at in range(first, stop, size))
             for first, stop, size in runs(kinds)] == want
+
+
+def test_waits_for_what_several_units_read():
+    """Of two exchanges, of 1 s and 5 s, the second runs while two units compute until a third reads it."""
+    makes = tuple(Handed(name, 8, trip=Trip(f"came_{name}", "ep", "EXCHANGE", 2, 8)) for name in "ab")
+    reads = ((), (Read("came_a", 0, True, came=True),), (), (Read("came_b", 0, True, came=True),))
+    table = make_table(threed.load("configs/toy.yaml", ["parallel.pp=1"]), (0,))
+    table = replace(table, units=tuple(
+        replace(unit, makes=made, reads=read)
+        for unit, made, read in zip(table.units[1:], (makes, (), (), ()), reads, strict=False)))
+    seconds = {"a": 1.0, "b": 5.0, "gcame_a": 1.0, "gcame_b": 5.0}
+    unit = UnitCost(2.0, 1.5, 0.0, 0.0, 0, 0, 0, False, 0, 0)
+    first, *others = with_waits(table, [unit] * 4, lambda _, item: seconds[item.kind])
+    assert (first.forward_wait_s, first.backward_wait_s) == (6 - 2 * 2, 6 - 2 * 1.5)
+    assert others == [unit] * 3
 
 
 @pytest.mark.parametrize("chosen, units", [([], 1 + 3 + 1), (["model.moe_every=2"], 1 + 4 + 1),

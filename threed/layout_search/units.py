@@ -154,7 +154,7 @@ class Units:
                             sum(handed.bytes for handed in each.makes), logits,
                             _temporary_bytes(each, table.elements.param))
 
-        few = _with_waits(table, [unit(index) for index in range(len(table.units))], price)
+        few = with_waits(table, [unit(index) for index in range(len(table.units))], price)
         units = [few[kind] for kind in self.same]
         if cut.every > 1:
             units = [each._replace(again=each.again and u % cut.every == 0) for u, each in enumerate(units)]
@@ -169,28 +169,34 @@ def _temporary_bytes(unit: ComputeUnit, element: int) -> int:
     return 20 * unit.saved_bytes // element if experts else unit.operand_bytes // 3
 
 
-def _with_waits(table: Table, units: list[UnitCost], price: Cost) -> list[UnitCost]:
+def with_waits(table: Table, units: list[UnitCost], price: Cost) -> list[UnitCost]:
     """Units, with the least that exchanges hold them up. An exchange stands directly behind what makes its
     tensor, and what reads that is in the same stage: only what lies between the two, and what is computed
-    again for the first one's backward, can run meanwhile."""
+    again for the first one's backward, can run meanwhile. Of several that read, the one that waits longest
+    counts: what an earlier one reads has travelled before."""
     result = [*units]
     for u, unit in enumerate(table.units):
-        trips = [(made, made.trip) for made in unit.makes if made.trip and made.trip.over in FOLDS]
-        if not trips:
-            continue
-        forth_s = sum(price(0, Instruction(Op(trip.by), u, 0, made.name, group=trip.over))
-                      for made, trip in trips)
-        back_s = sum(price(0, Instruction(back(trip.by), u, 0, gradient_kind(trip.becomes), group=trip.over))
-                     for made, trip in trips if made.grad)
-        come = {trip.becomes for _, trip in trips}
-        reader = next(at for at, other in enumerate(table.units)
-                      if any(read.unit == u and read.name in come for read in other.reads))
-        between = units[u + 1:reader]
-        forth_s -= sum(other.forward_s for other in between)
-        back_s -= units[u].again_s * units[u].again + sum(
-            other.backward_s + other.again_s * other.again for other in between)
-        result[u] = units[u]._replace(forward_wait_s=max(0.0, forth_s), backward_wait_s=max(0.0, back_s))
+        trips = [(_reader(table, u, made.trip.becomes), made, made.trip) for made in unit.makes
+                 if made.trip and made.trip.over in FOLDS]
+        forth_s = back_s = 0.0
+        for reader in {at for at, *_ in trips} - {u}:
+            until = [(made, trip) for at, made, trip in trips if at <= reader]
+            between = units[u + 1:reader]
+            forth_s = max(forth_s, sum(price(0, Instruction(Op(trip.by), u, 0, made.name, group=trip.over))
+                                       for made, trip in until) - sum(each.forward_s for each in between))
+            back_s = max(back_s, sum(
+                price(0, Instruction(back(trip.by), u, 0, gradient_kind(trip.becomes), group=trip.over))
+                for made, trip in until if made.grad) - units[u].again_s * units[u].again - sum(
+                    each.backward_s + each.again_s * each.again for each in between))
+        result[u] = units[u]._replace(forward_wait_s=forth_s, backward_wait_s=back_s)
     return result
+
+
+def _reader(table: Table, maker: int, name: str) -> int:
+    """The first unit that reads what comes of a unit's tensor; its maker, where it is only a count of others.
+    """
+    return next((at for at, unit in enumerate(table.units)
+                 if any(read.unit == maker and read.name == name for read in unit.reads)), maker)
 
 
 def _alone(config: Config) -> Config:

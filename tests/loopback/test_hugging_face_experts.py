@@ -220,3 +220,12 @@ def test_tensors_of_what_threed_does_not_have(name, shape, words, tmp_path):
     source = folder(tmp_path / "theirs", described("qwen3_moe"))
     change(source, **{f"model.layers.1.{name}": torch.zeros(shape)})
     refused(source, tmp_path / "run", name, words)
+
+
+def test_another_number_of_experts(tmp_path):
+    """What answers config.json is said, and does."""
+    source = folder(tmp_path / "theirs", described("qwen3_moe"))
+    values = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**values, "num_experts": X // 2}))
+    refused(source, tmp_path / "run", f"if it has {X} experts, give model.experts={X}")
+    import_model(source, tmp_path / "run", [f"model.experts={X}"])

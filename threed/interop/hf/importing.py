@@ -203,6 +203,8 @@ def _answer(ours: str, has: tuple[int, ...], asked: tuple[int, ...]) -> str:
     """The key that answers a shape that is not that of config.json, or what has such a shape."""
     if ours == _EMBEDDING and has[1:] == asked[1:]:
         return f"; if it has {has[0]} tokens, give model.vocab={has[0]}"
+    if ours.endswith(".router.weight") and has[1:] == asked[1:]:
+        return f"; if it has {has[0]} experts, give model.experts={has[0]}"
     if ours.endswith(("q_norm.weight", "k_norm.weight")) and has[0] > asked[0]:
         return ": threed has no norms of queries and keys over all heads, but of each head"
     return ""

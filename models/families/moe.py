@@ -38,10 +38,14 @@ def _problems(model: MoeConfig, ranks: Mapping[str, int]) -> Iterator[str]:
     if model.activation != "swiglu" or model.bias:
         yield ("experts have a gate and no biases: set model.activation=swiglu and model.bias=false "
                "(model.qkv_bias gives attention its own)")
+    if model.first_dense >= model.layers:
+        yield (f"model.first_dense={model.first_dense} leaves none of model.layers={model.layers} with "
+               f"experts: take at most {model.layers - 1}, or model.family=llama")
     if k > experts:
-        yield f"model.experts_per_token={k} is more than model.experts={experts}"
+        yield f"model.experts_per_token={k} is more than model.experts={experts}: take at most {experts}"
     if experts % groups:
-        yield f"model.expert_groups={groups} does not divide model.experts={experts}"
+        yield (f"model.expert_groups={groups} does not divide model.experts={experts}: take a divisor of "
+               f"{experts}")
     elif groups == 1 and model.groups_per_token > 1:
         yield f"model.groups_per_token={model.groups_per_token} needs model.expert_groups above 1"
     elif groups > 1 and not (model.groups_per_token <= groups and k % model.groups_per_token == 0

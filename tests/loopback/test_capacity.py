@@ -13,6 +13,7 @@ from threed.comm.group import Comm
 from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
 from threed.planner import make_mesh, make_plan
+from threed.program.names import EVALUATE
 from threed.program.traffic import sent_by
 from threed.tensor import experts
 
@@ -80,16 +81,21 @@ def test_metrics_and_room(references):
 
 @pytest.mark.parametrize("more", [FULL, []], ids=["full", "none"])
 def test_bytes(more):
-    """Ranks of tp exchange their choices once, and not when they are computed again."""
-    config = moe(*SP, "zero.stage=0", "model.moe_capacity=1", *more)
+    """Ranks of tp exchange their choices once, and not when they are computed again, nor in evaluation, which
+    drops none."""
+    config = moe(*SP, "zero.stage=0", "model.moe_capacity=1", "train.eval_every=1", *more)
     plan = make_plan(config)
-    expected = sum(sent_by(plan.table, item).get("tp", 0) for item in plan.programs["train"][0])
+    expected = [sum(sent_by(plan.table, item).get("tp", 0) for item in plan.programs[name][0])
+                for name in ("train", EVALUATE)]
 
-    def work(comm: Comm) -> int:
-        Engine(config, plan, comm).train_step(batches(config, comm, 0))
-        return comm.sent["tp"]
+    def work(comm: Comm) -> list[int]:
+        engine = Engine(config, plan, comm)
+        engine.train_step(batches(config, comm, 0))
+        trained = comm.sent["tp"]
+        engine.run(EVALUATE, batches(config, comm, 1, train=False))
+        return [trained, comm.sent["tp"] - trained]
 
-    assert set(run_loopback(plan, make_mesh(config), work)) == {expected}
+    assert run_loopback(plan, make_mesh(config), work) == [expected] * 2
 
 
 def test_bad():

@@ -203,7 +203,7 @@ def test_stacked_experts_of_another_shape_and_twice(tmp_path):
     ({"shared_expert_intermediate_size": 64}, "_size=64: threed has no gate of the shared"),
     ({"qk_norm_type": "per_layer"}, "=per_layer: threed has no norms of queries and keys over all"),
     ({"swiglu_limit": 7.0}, "swiglu_limit=7.0: threed has no clamped SwiGLU"),
-    ({"mlp_bias": True}, "mlp_bias=True: threed has no biases of experts"),
+    ({"mlp_bias": True}, "mlp_bias=True: threed has no biases of MLPs alone"),
     ({"expert_bias": True}, "expert_bias=True: threed has no biases of experts"),
     ({"model_type": "gpt_oss", "swiglu_limit": 7.0}, "model_type=gpt_oss is a model that threed does not "
      "have, with attention sinks, clamped SwiGLU (swiglu_limit=7.0), biases of experts; import one of"),
@@ -260,3 +260,12 @@ def test_tensors_of_what_threed_does_not_have(name, shape, words, tmp_path):
     source = folder(tmp_path / "theirs", described("qwen3_moe"))
     change(source, **{f"model.layers.1.{name}": torch.zeros(shape)})
     refused(source, tmp_path / "run", name, words)
+
+
+def test_another_number_of_experts(tmp_path):
+    """What answers config.json is said, and does."""
+    source = folder(tmp_path / "theirs", described("qwen3_moe"))
+    values = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**values, "num_experts": X // 2}))
+    refused(source, tmp_path / "run", f"if it has {X} experts, give model.experts={X}")
+    import_model(source, tmp_path / "run", [f"model.experts={X}"])

@@ -217,11 +217,13 @@ SENDS = Family(lambda model: [Embedding(model), A(), B(), Head(model)])
 
 @pytest.mark.parametrize("name", WRONG)
 def test_rows_that_cannot_be_sent(name, tmp_path):
-    """The layer that sends them is named, and not the one that waits for them."""
+    """The layer that sends them is named, and not the one that waits for them, with rank and micro-batch; the
+    first line is the same on all ranks."""
     rows, counts, message = WRONG[name]
     file = tmp_path / "sends.py"
     file.write_text(SENDS.format(rows=rows, counts=counts))
-    with pytest.raises(ThreedError, match=message):
+    where = r"on rank [01] \(pp0 dp[01] tp0\), in micro-batch 0$"
+    with pytest.raises(ThreedError, match=rf"{message}.*\n  {where}"):
         loopback(tiny(*SMALL, f"model.family={file}:SENDS"))
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from threed.base.errors import InputError
 from threed.config.synonyms import ours
 from threed.interop import convert as subject
 from threed.models.layers.experts import ExpertsConfig
@@ -52,14 +53,31 @@ def test_settings_of_experts_that_are_refused(key, value, tmp_path):
 
 
 @pytest.mark.parametrize("section, key, words", [
-    ({"enabled": True, "top_k": "auto"}, "expert_parallel.top_k", "auto is found in the model: set"),
+    ({"enabled": True, "top_k": "auto"}, "expert_parallel.top_k", "or from the model: set"),
     ({"enabled": True, "route_norm": None}, "expert_parallel.route_norm", "as the model has it"),
     ({"enabled": True, "route_scale": 2.0, "routed_scaling_factor": 2.5}, "expert_parallel.route_scale",
      "routed_scaling_factor replaces it"),
-    (BLOCK, "expert_parallel.autoep_size", "without expert_parallel.enabled it has no effect")])
+    *((BLOCK | {key: value}, f"expert_parallel.{key}", "without expert_parallel.enabled it has no effect")
+      for key, value in (("autoep_size", 4), ("expert_tensor_parallel_size", 2), ("novelty", 3)))])
 def test_settings_of_experts_without_an_effect(section, key, words, tmp_path):
     done = deepspeed(tmp_path, section)
     assert words in done.dropped[key] and not done.refused
+
+
+@pytest.mark.parametrize("batch", [
+    {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 2}, {"train_batch_size": "auto"},
+    {"train_micro_batch_size_per_gpu": 2}], ids=str)
+def test_experts_on_ranks_that_nobody_has_counted(batch, tmp_path):
+    """The file does not say how many there are; what says it is asked for."""
+    file, experts = tmp_path / "ds.json", {"expert_parallel": {"enabled": True, **BLOCK}}
+    file.write_text(json.dumps({**batch, **experts}))
+    with pytest.raises(InputError, match=r"^expert_parallel\.autoep_size=4: .* --devices N, or parallel\.dp"):
+        subject.deepspeed(file, [])
+    assert subject.deepspeed(file, ["parallel.dp=8", "train.global_batch_size=16"]).config.parallel.ep == 4
+    assert subject.deepspeed(file, ["parallel.ep=1"]).config.parallel.ep == 1
+    sizes = {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}
+    file.write_text(json.dumps({**sizes, **experts}))
+    assert subject.deepspeed(file, []).config.dp == 4  # the three sizes say it
 
 
 def test_a_section_of_experts_that_is_off(tmp_path):
@@ -99,6 +117,24 @@ def test_defaults_of_megatron_deepspeed():
     ("--enable-expert-tensor-parallelism", "--enable-expert-tensor-parallelism")])
 def test_refused_options_of_megatron_deepspeed(text, refused):
     assert set(subject.megatron(f"{MEGATRON} {EXACT} {text}", []).refused) == {refused}
+
+
+def test_an_expert_that_megatron_cuts_over_tp():
+    """It does so by default where tp is above 1, and here an expert is whole."""
+    text = MEGATRON.replace("--deepspeed", "--sequence-parallel --micro-batch-size 1")
+    said = [any("whole on its rank here, and cut over tp=2 there" in note
+                for note in subject.megatron(f"{text} {more}", [], 8).notes)
+            for more in ("--tensor-model-parallel-size 2", "", "--tensor-model-parallel-size 2 "
+                         "--expert-tensor-parallel-size 1")]
+    assert said == [True, False, False]
+
+
+def test_options_of_experts_that_are_not_there():
+    text = MEGATRON.replace("--num-experts 8", "--expert-tensor-parallel-size 2 --moe-router-topk 2")
+    done = subject.megatron(text, [])
+    assert not done.refused and done.config.model.family == "gpt"
+    assert {done.dropped[f"--{name}"] for name in ("expert-tensor-parallel-size", "moe-router-topk")} == {
+        "without --num-experts there are none"}
 
 
 def test_other_numbers_of_experts_in_other_blocks():

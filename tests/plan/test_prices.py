@@ -234,7 +234,8 @@ def test_imbalance():
     assert even < uneven < 2 * even
     alone = load(None, ["model.family=moe", "parallel.dp=4", "train.global_batch_size=8"])
     for config, times, costs, message in (
-            (moe, 0.5, None, "at least 1"), (load(None, []), 2, None, "no experts"),
-            (alone, 2, None, "parallel.ep is 1"), (moe, 2, "runs/of-it", "measured costs")):
+            (moe, 0.5, None, "at least 1"), (moe, 5, None, "at most 4 times the rows"),
+            (load(None, []), 2, None, "no experts"), (alone, 2, None, "parallel.ep is 1"),
+            (moe, 2, "runs/of-it", "measured costs")):
         with pytest.raises(InputError, match=message):
             threed.predict(config, "", costs, imbalance=times)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -22,6 +23,7 @@ from threed.layout_search.space import NEEDLESS, NO_BATCH, NO_SHAPE, SLOWER
 from threed.planner.facts import make_table
 from threed.prediction.analytic import cost
 from threed.prediction.hardware import Hardware
+from threed.program.entries import Handed, Read, Trip
 from threed.program.instruction import Instruction, Op
 from threed.program.plan import Plan
 from threed.program.table import Table
@@ -53,6 +55,20 @@ def test_bound():
 def test_runs(kinds, want):
     assert [" ".join(kinds[at:at + size] for at in range(first, stop, size))
             for first, stop, size in runs(kinds)] == want
+
+
+def test_waits_for_what_several_units_read():
+    """Of two exchanges, of 1 s and 5 s, the second runs while two units compute until a third reads it."""
+    makes = tuple(Handed(name, 8, trip=Trip(f"came_{name}", "ep", "EXCHANGE", 2, 8)) for name in "ab")
+    reads = ((), (Read("came_a", 0, True, came=True),), (), (Read("came_b", 0, True, came=True),))
+    table = make_table(threed.load("configs/toy.yaml", ["parallel.pp=1"]), (0,))
+    table = replace(table, units=tuple(
+        replace(unit, makes=made, reads=read)
+        for unit, made, read in zip(table.units[1:], (makes, (), (), ()), reads, strict=False)))
+    seconds = {"a": 1.0, "b": 5.0, "gcame_a": 1.0, "gcame_b": 5.0, Op.FORWARD: 2.0, Op.BACKWARD: 1.5}
+    waits = [[wait_s(table, u, op, lambda item: seconds[item.kind or item.op]) for u in range(4)]
+             for op in (Op.FORWARD, Op.BACKWARD)]
+    assert waits == [[6 - 2 * 2, 0, 0, 0], [6 - 2 * 1.5, 0, 0, 0]]
 
 
 @pytest.mark.parametrize("chosen, units", [([], 1 + 1 + 1), (["model.moe_every=2"], 1 + 2 + 1),

@@ -154,6 +154,10 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
+def divisors(number: int) -> tuple[int, ...]:
+    return tuple(each for each in range(1, number + 1) if number % each == 0)
+
+
 def add_up(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
     """Add up the counts of each name."""
     total: Counter[str] = Counter()

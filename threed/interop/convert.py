@@ -11,6 +11,7 @@ from threed.base.quantity import show_count
 from threed.config import load as configs
 from threed.config.keys.deepspeed import CLIPS_SINCE, DEEPSPEED
 from threed.config.keys.megatron import MEGATRON
+from threed.config.keys.megatron_experts import notes as of_experts
 from threed.config.keys.megatron_values import ends
 from threed.config.values import get
 from threed.interop.converted import Converted, convert, inline, shown
@@ -41,7 +42,7 @@ def deepspeed(path: Path, overrides: list[str], devices: int | None = None,
 def megatron(text: str, overrides: list[str], devices: int | None = None) -> Converted:
     """Options of Megatron-LM, or a file or a shell script that has them. InputError as in `deepspeed`."""
     given = options(text)
-    notes = [*given.notes, *ends(given.found)]
+    notes = [*given.notes, *ends(given.found), *of_experts(given.found)]
     done = convert(MEGATRON, given.found, given.source, overrides, devices)
     if "deepspeed_config" in given.found:
         take_file(done, given, overrides)

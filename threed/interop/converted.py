@@ -14,7 +14,7 @@ from threed.base.errors import ConfigError, InputError
 from threed.config import load as configs
 from threed.config.keys.deepspeed import CLIPS_SINCE
 from threed.config.keys.megatron import MEGATRON
-from threed.config.keys.table import NO_KEY, NOTHING, Dropped, Framework, Key, Refused
+from threed.config.keys.table import Dropped, Framework, Key, Refused
 from threed.config.values import get
 from threed.interop.script import TYPED
 from threed.interop.shell.opaque import is_open
@@ -90,7 +90,19 @@ def convert(framework: Framework, found: dict[str, Any], source: str, overrides:
         done.values.setdefault("parallel.dp", given["dp"])
     done.values |= chosen
     done.why = {key: text for key, text in done.why.items() if key not in chosen}
+    if devices is None and "parallel.dp" not in chosen:
+        _check_ranks(done.values, origin.get("parallel.ep", "parallel.ep"), source)
     return done
+
+
+def _check_ranks(values: dict[str, Any], key: str, source: str) -> None:
+    """InputError where more ranks hold all experts together than there are for sure. (Without --devices, what
+    does not say how many there are counts as 1.) `key`: theirs, which says so."""
+    ep, tp = values.get("parallel.ep", 1), values.get("parallel.tp", 1)
+    whole = isinstance(ep, int) and isinstance(tp, int)  # what else it is, the config's checks say
+    if values.get("parallel.dp", "auto") in ("auto", 1) and whole and ep > tp:
+        raise InputError(f"{key}={ep}: {source} and the command do not say how many ranks there are; add "
+                         "--devices N, or parallel.dp=N")
 
 
 def _size(given: dict[str, Any], framework: Framework, key: str) -> int:
@@ -128,12 +140,11 @@ def _take(done: Converted, origin: dict[str, str], key: str, row: Key | None, va
         done.refused[key] = f"threed does not know this key of {done.framework.name}"
         return
     if value == "auto":
-        who = ("found in the model" if key.startswith("expert_parallel.")
-               else "filled in by Hugging Face's Trainer")
-        done.dropped[key] = f"auto is {who}" + (f": set {row.key}" if row.key else "")
+        done.dropped[key] = ("auto is filled in later, by Hugging Face's Trainer or from the model"
+                             + (f": set {row.key}" if row.key else ""))
         return
     try:
-        taken = _taken(row, value, given)
+        taken = row.taken(value, given)
     except Dropped as reason:
         done.dropped[key] = str(reason)
         return
@@ -154,27 +165,11 @@ def _take(done: Converted, origin: dict[str, str], key: str, row: Key | None, va
             done.why[ours] = remark
 
 
-def _taken(row: Key, value: Any, given: dict[str, Any]) -> dict[str, Any]:
-    """Our keys and values for one of their keys."""
-    if row.take is None and row.key is None:
-        if row.ours.startswith(NOTHING) and not row.asks(value):
-            return {}
-        raise (Dropped if row.ours.startswith(NO_KEY) else Refused)(row.ours.partition(": ")[2])
-    assert row.key is not None or row.take is not None
-    if row.switch is not None or row.off:
-        if not row.asks(value):
-            return {}
-    if row.take is None:
-        return {row.key: yaml.safe_load(row.switch) if row.switch is not None else value}  # pyright: ignore
-    taken = row.take(value, given)
-    return taken if isinstance(taken, dict) else {row.key: taken}  # pyright: ignore
-
-
 def _take_default(done: Converted, name: str, row: Key | None, value: Any, given: dict[str, Any]) -> None:
     """One key that was not given, and whose default differs from ours."""
     assert row is not None, name
     try:
-        taken = _taken(row, value, given)
+        taken = row.taken(value, given)
     except Dropped:
         return
     except Refused as reason:

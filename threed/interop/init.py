@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from threed.base.errors import InputError
-from threed.base.quantity import many, show_bytes
+from threed.base.quantity import divisors, many, show_bytes
 from threed.models.families.registry import FAMILIES, nearest_size, size_of, sizes
 from threed.schema import Config, ModelConfig
 
@@ -86,7 +87,7 @@ def _together(model: ModelConfig, ranks: int) -> int:
     """Ranks of a position that hold the experts of a block together: as many as divide both, on one machine.
     """
     experts = getattr(model, "experts", 1)
-    return next(ep for ep in range(_JOINED, 0, -1) if ranks % ep == experts % ep == 0)
+    return max(ep for ep in divisors(math.gcd(ranks, experts)) if ep <= _JOINED)
 
 
 def model_of(name: str) -> ModelConfig:

@@ -107,22 +107,30 @@ def wait_s(table: Table, u: int, op: Op, price: Callable[[Instruction], float]) 
     """For how long nothing is computed behind a unit's FORWARD, or before its `op` of backward: what it hands
     on travels. An exchange stands directly behind what makes its tensor, and what reads that is in the same
     stage: only what lies between the two, and what is computed again for the first one's backward, can run
-    meanwhile."""
-    made = [each for each in table.units[u].makes if each.trip and each.trip.over in FOLDS]
-    if not made:
-        return 0.0
-    come = {each.trip.becomes for each in made if each.trip}
-    reader = next(at for at, other in enumerate(table.units)
-                  if any(read.unit == u and read.name in come for read in other.reads))
-    meanwhile = sum(price(Instruction(op, other, 0)) for other in range(u + 1, reader))
-    if op == Op.FORWARD:
-        sent = sum(price(Instruction(Op(each.trip.by), u, 0, each.name, group=each.trip.over))
-                   for each in made if each.trip)
-    else:
-        sent = sum(price(Instruction(back(each.trip.by), u, 0, gradient_kind(each.trip.becomes),
-                                     group=each.trip.over)) for each in made if each.trip and each.grad)
-        meanwhile += sum(_again_s(table, other, price) for other in range(u, reader))
-    return max(0.0, sent - meanwhile)
+    meanwhile. Of several that read, the one that waits longest counts: what an earlier one reads has
+    travelled before."""
+    trips = [(_reader(table, u, made.trip.becomes), made, made.trip) for made in table.units[u].makes
+             if made.trip and made.trip.over in FOLDS]
+    longest = 0.0
+    for reader in {at for at, *_ in trips} - {u}:
+        until = [(made, trip) for at, made, trip in trips if at <= reader]
+        meanwhile = sum(price(Instruction(op, other, 0)) for other in range(u + 1, reader))
+        if op == Op.FORWARD:
+            sent = sum(price(Instruction(Op(trip.by), u, 0, made.name, group=trip.over))
+                       for made, trip in until)
+        else:
+            sent = sum(price(Instruction(back(trip.by), u, 0, gradient_kind(trip.becomes), group=trip.over))
+                       for made, trip in until if made.grad)
+            meanwhile += sum(_again_s(table, other, price) for other in range(u, reader))
+        longest = max(longest, sent - meanwhile)
+    return longest
+
+
+def _reader(table: Table, maker: int, name: str) -> int:
+    """The first unit that reads what comes of a unit's tensor; its maker, where it is only a count of others.
+    """
+    return next((at for at, unit in enumerate(table.units)
+                 if any(read.unit == maker and read.name == name for read in unit.reads)), maker)
 
 
 def _again_s(table: Table, u: int, price: Callable[[Instruction], float]) -> float:
@@ -145,14 +153,14 @@ def _often(table: Table) -> bool:
         zero.stage >= 2 and zero.reduce_every < table.num_microbatches)
 
 
-def _groups(table: Table) -> list[list[int]]:
+def _groups(table: Table) -> list[Group]:
     """Units from the maker of a tensor to its last reader; others alone."""
-    groups: list[list[int]] = []
+    groups: list[Group] = []
     for index, unit in enumerate(table.units):
         first = min((read.unit for read in unit.reads), default=index)
         group = [index]
         while groups and groups[-1][-1] >= first:
-            group = groups.pop() + group
+            group = [*groups.pop(), *group]
         groups.append(group)
     return groups
 

@@ -13,17 +13,15 @@ from threed.base.errors import InputError, ThreedError, check_type
 from threed.base.quantity import BYTES, many, parse_memory, show_bytes, show_count, show_seconds
 from threed.base.texttable import wrapped
 from threed.config.load import checked
-from threed.layout_search.best_first import TRIES, Search, SearchResult, Timed, helps, making_plans
+from threed.layout_search.best_first import TRIES, Search, SearchResult, helps, making_plans
 from threed.layout_search.layout import Layout
 from threed.layout_search.request import Question, ask, write
 from threed.layout_search.short_plan import ShortPlans
 from threed.layout_search.space import NO_MEMORY
 from threed.models.model import model_flops
 from threed.prediction.hardware import DEFAULT, OF_CPUS, Hardware
-from threed.schema import Config
 
 _PLANNED = 20  # ideas about which the full plan decides
-_WAITED = 0.01  # of a step: for so long exchanges are waited for, where pairs are tried
 _BY_PLAN = "does not fit, or cannot run, by the full plan"
 Progress = Callable[[str], None]
 
@@ -76,13 +74,24 @@ def _planned(asked: Question, machine: Hardware, limit: int, result: SearchResul
     from threed.prediction.transient import Transient
 
     rows, transient, tries, done = [], Transient(), Counter[object](), set[object]()
+
+    def planned(layout: Layout) -> dict[str, Any] | None:
+        config = asked.config(layout)
+        config.train.eval_every = config.checkpoint.every = 0  # a step has no part in them
+        try:
+            values = measure(checked(config), machine, transient)
+        except ThreedError:
+            return None
+        return _row(asked, machine, layout, values) if values["peak_bytes"] <= limit else None
+
     for each in result.timed:
         idea = each.layout.idea
         if idea in done or tries[idea] == TRIES:
             continue
         tries[idea] += 1
         progress(f"plan {len(rows) + 1}: {each.layout.text()}")
-        row = _planned_row(asked, machine, limit, each, lambda config: measure(config, machine, transient))
+        best_s = min((row["step_s"] for row in rows), default=math.inf)
+        row = _with_pairs(asked.fixed.get("pair"), each.layout, best_s, planned)
         if row is None:
             result.dropped[_BY_PLAN] += 1
             continue
@@ -93,27 +102,16 @@ def _planned(asked: Question, machine: Hardware, limit: int, result: SearchResul
     return sorted(rows, key=lambda row: row["step_s"])
 
 
-def _planned_row(asked: Question, machine: Hardware, limit: int, each: Timed,
-                 measure: Callable[[Config], dict[str, Any]]) -> dict[str, Any] | None:
-    """The row of a layout by its full plan; with pairs, where exchanges are waited for and pairs fit and are
-    faster. None where it does not fit, or cannot run."""
-    def row(pair: bool, least_s: float = math.inf) -> dict[str, Any] | None:
-        layout = each.layout._replace(pair=pair)
-        config = asked.config(layout)
-        config.train.eval_every = config.checkpoint.every = 0  # a step has no part in them
-        try:
-            measured = measure(checked(config))
-        except ThreedError:
-            return None
-        fits = measured["peak_bytes"] <= limit and measured["step_s"] < least_s
-        return _row(asked, machine, layout, measured) if fits else None
-
-    fixed = asked.fixed.get("pair")
-    plain = row(bool(fixed))
-    if fixed is None and plain is not None and each.layout.can_pair and (
-            plain["lost_s"]["exchanges"] > _WAITED * plain["step_s"]):
-        return row(True, plain["step_s"]) or plain
-    return plain
+def _with_pairs(fixed: bool | None, layout: Layout, best_s: float,
+                row: Callable[[Layout], dict[str, Any] | None]) -> dict[str, Any] | None:
+    """The row of a layout; with pairs, where they may make it the fastest and do make it faster. None where
+    it does not fit, or cannot run. `fixed`: parallel.pair, if it is given."""
+    plain = row(layout._replace(pair=bool(fixed)))
+    if fixed is not None or plain is None or not layout.can_pair or (
+            plain["step_s"] - plain["lost_s"]["exchanges"] >= best_s):
+        return plain
+    paired = row(layout._replace(pair=True)) if plain["lost_s"]["exchanges"] else None
+    return paired if paired is not None and paired["step_s"] < plain["step_s"] else plain
 
 
 def _row(asked: Question, machine: Hardware, layout: Layout, measured: dict[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from threed.base.mesh import FOLDS, fold_problem
+from threed.base.quantity import divisors
 from threed.config.validate import validate
 from threed.layout_search.bounds import Bounds
 from threed.layout_search.layout import Layout, config_of
@@ -91,7 +92,7 @@ class Space:
 
     def shapes(self) -> Iterator[Layout]:
         """All that can run."""
-        for tp in self._choices("tp", _divisors(self.devices)):
+        for tp in self._choices("tp", divisors(self.devices)):
             for cut in self._choices("sequence_parallel", (False, True) if tp > 1 else (False,)):
                 alone = Layout(tp, sequence_parallel=cut, tile_linears=self.fixed.get("tile_linears"))
                 config = config_of(alone, self.base)
@@ -102,7 +103,7 @@ class Space:
                     tiles = problems[0].key == "model.tile_linears"
                     self._drop(NO_TILES if tiles else NO_SHAPE, str(problems[0]))
                     continue
-                for pp in self._choices("pp", _divisors(self.devices // tp)):
+                for pp in self._choices("pp", divisors(self.devices // tp)):
                     dp = self.devices // tp // pp
                     if tp * pp * dp == self.devices and self.fixed.get("dp", dp) == dp:
                         mesh = alone._replace(pp=pp, dp=dp)
@@ -114,7 +115,7 @@ class Space:
         if "ep" not in self.folded:
             return (1,)
         model, ranks = self.base.model, {"tp": mesh.tp}
-        return tuple(ep for ep in _divisors(mesh.tp * mesh.dp)
+        return tuple(ep for ep in divisors(mesh.tp * mesh.dp)
                      if not family_of(model.family).check(model, {**ranks, "ep": ep}))
 
     def _folded(self, mesh: Layout) -> Iterator[Layout]:
@@ -246,7 +247,3 @@ class Space:
     def _drop(self, reason: str, example: str) -> None:
         self.dropped[reason] += 1
         self.wrong.setdefault(reason, example)
-
-
-def _divisors(number: int) -> tuple[int, ...]:
-    return tuple(each for each in range(1, number + 1) if number % each == 0)

@@ -186,8 +186,10 @@ def _reduced(full: Config) -> tuple[Config, list[int]]:
     it that is the same. Where more than half of the blocks would be needed, the full model."""
     kinds = _kinds(full)
     if not full.model.own_layers and full.parallel.layers_per_unit == 1:
-        few = copied(full)
-        for few.model.layers in range(1, full.model.layers // 2 + 1):
+        few, most = copied(full), full.model.layers // 2
+        few.model.layers = 0
+        while few.model.layers < most:  # each time half as many again, so that all together are few, too
+            few.model.layers = min(few.model.layers + max(1, few.model.layers // 2), most)
             ours = _kinds(few)
             at = {kind: unit for unit, kind in reversed([*enumerate(ours)])}
             if at.keys() == {*kinds}:

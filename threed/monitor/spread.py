@@ -25,8 +25,8 @@ class Spread:
         if beyond.any() and not self._warned:
             self._warned = True
             self.warnings.append(
-                f"rank {int(imbalance.argmax())} got {most:.2f} times the rows of balanced experts, more "
-                f"than model.moe_room plans memory for. They take what they need; if memory ends, set "
-                f"{room_for(most)}, or balance the experts (model.balance)")
+                f"rank {int(imbalance.argmax())} got {most:.2f} times the rows of balanced ranks, more than "
+                f"memory is planned for. They take what they need; if memory ends, set {room_for(most)}, or "
+                "balance the experts (model.balance)")
         return {"moe/imbalance": most, "moe/load_max": float(load.max()), "moe/room": float(beyond.sum()),
                 "moe/dropped": float(dropped.sum() / chosen.sum())}

@@ -36,7 +36,7 @@ from threed.planner.unit_kinds import (
 )
 from threed.program.costs import load_costs
 from threed.program.entries import ComputeUnit, Handed, ParameterUnit, Reduction
-from threed.program.instruction import Instruction, Op, Tier
+from threed.program.instruction import PHASES, Instruction, Op, Tier
 from threed.program.settings import (
     ActivationSettings,
     Elements,
@@ -49,7 +49,7 @@ from threed.program.simulate import cost_of
 from threed.program.table import Table
 from threed.schedules.split import split_stages
 from threed.schema import PIECES, Config
-from threed.spec.parameter import SEQUENCE, Cost, Parameter, Share
+from threed.spec.parameter import SEQUENCE, Cost, Parameter, Share, Traffic
 
 
 @remembered(lambda config: (model_key(config), config.parallel.costs))
@@ -360,8 +360,9 @@ def _compute_unit(config: Config, members: Sequence[Layer], run: tuple[int, int]
     fixed = {name for layer in members for name in layer.without_grad}
     names = [layer.name for layer in members]
     name = names[0] if len(names) == 1 else f"{names[0]}..{names[-1].rsplit('.', 1)[-1]}"
-    sent = {phase: {axis: each for (when, axis), each in cost.sent.items() if when == phase}
-            for phase in dict.fromkeys(("forward", "input", "weight", *(when for when, _ in cost.sent)))}
+    sent = {phase: dict[str, Traffic]() for phase in (*PHASES[Op.RECOMPUTE], *PHASES[Op.BACKWARD])}
+    for (phase, axis), each in cost.sent.items():
+        sent.setdefault(phase, {})[axis] = each
     traffic, rings = ({phase: {axis: getattr(each, what) for axis, each in axes.items()}
                        for phase, axes in sent.items()} for what in ("bytes", "rings"))
     return ComputeUnit(name, run, 0, (), cost.kernels, cost.saved_bytes(config.pieces),

@@ -9,7 +9,7 @@ from typing import Any
 
 from threed.base.errors import ThreedError
 from threed.base.mesh import FOLDS
-from threed.base.quantity import show_bytes, show_seconds
+from threed.base.quantity import divisors, show_bytes, show_seconds
 from threed.base.texttable import render, wrapped
 from threed.config.validate import validate
 from threed.models.tiling import folds_of
@@ -51,7 +51,7 @@ def neighbours(config: Config) -> Iterator[Changes]:
                "activation.policy": "full"}
     for axis in () if config.model.own_layers else folds_of(config):
         ranks = math.prod(config.axis_sizes[each] for each in FOLDS[axis].axes)
-        yield from ({f"parallel.{axis}": size} for size in range(1, ranks + 1) if ranks % size == 0)
+        yield from ({f"parallel.{axis}": size} for size in divisors(ranks))
     if config.precision.dtype != "fp32":
         yield {"precision.grad_dtype": config.precision.dtype}
         yield {"precision.reduce_dtype": config.precision.dtype}

@@ -38,7 +38,7 @@ def cost(plan: Plan, hardware: Hardware, measured: Costs | None = None, imbalanc
               else Counter[int]()
               for position in range(table.num_positions)]
     known: dict[tuple, float] = {}
-    busiest = uneven(plan.table) if imbalance != 1.0 else set()
+    busiest = uneven(plan.table) if imbalance != 1.0 else {}
 
     def analytic(position: int, instruction: Instruction) -> float:
         op = instruction.op
@@ -74,10 +74,10 @@ def cost(plan: Plan, hardware: Hardware, measured: Costs | None = None, imbalanc
     return seconds
 
 
-def uneven(table: Table) -> set[int]:
-    """Units that compute rows whose number depends on other ranks."""
+def uneven(table: Table) -> dict[int, int]:
+    """Units that compute rows whose number depends on other ranks -> the ranks of which they come."""
     units = table.units
-    return {index for index, unit in enumerate(units) for read in unit.reads
+    return {index: made.trip.ranks for index, unit in enumerate(units) for read in unit.reads
             for made in units[read.unit].makes
             if made.trip and made.trip.ranks > 1 and made.trip.becomes == read.name
             and depends(made, units[read.unit])}

@@ -67,8 +67,8 @@ class Op(StrEnum):
 
 BACKWARDS = (Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
 COMPUTE = (Op.FORWARD, Op.RECOMPUTE, *BACKWARDS)
-# The phases that each compute op runs: the forward pass and what RECOMPUTE does not repeat of it, the input's
-# gradient, the weights' gradients.
+# The phases that each compute op runs: the forward pass and what RECOMPUTE does not repeat of it (in training
+# alone), the input's gradient, the weights' gradients.
 PHASES: dict[Op, tuple[str, ...]] = {Op.FORWARD: ("forward", "once"), Op.RECOMPUTE: ("forward",),
                                      Op.BACKWARD: ("input", "weight"), Op.BACKWARD_INPUT: ("input",),
                                      Op.BACKWARD_WEIGHT: ("weight",)}
@@ -184,6 +184,13 @@ class Instruction(NamedTuple):
     def slot(self) -> Slot:
         """The slot that MESSAGES, MOVES, and others of a slot name."""
         return Slot(self.kind, self.unit, self.microbatch, self.tier)
+
+    @property
+    def phases(self) -> tuple[str, ...]:
+        """Of COMPUTE: the phases that it runs. A forward that keeps nothing, in evaluation or generation, has
+        no part that a RECOMPUTE would not repeat."""
+        phases = PHASES.get(self.op, ())
+        return phases if self.keep in ("all", "input") else tuple(each for each in phases if each != "once")
 
     @property
     def turn(self) -> tuple[int, int]:

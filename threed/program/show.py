@@ -60,8 +60,8 @@ def grid(analysis: Analysis, name: str = "train", most: int = 160, columns: int 
                 lanes.setdefault(f"  {item.group}", []).append((f"{letter}{item.microbatch}", start, end))
         rows += [(lane, _cells(drawn, analysis.table.pair is not None)) for lane, drawn in lanes.items()]
     longest = max(max(cells, default=0) + 1 for _, cells in rows)
-    width = 1 + max(len(str(analysis.table.num_microbatches - 1)) + 1,
-                    *(len(text) for _, cells in rows for text in cells.values()))
+    texts = (text for _, cells in rows for text in cells.values())
+    width = max(len(str(analysis.table.num_microbatches - 1)) + 2, 1 + max(map(len, texts), default=0))
     fit = most if columns is None else max(1, (columns - _NAME) // width)
 
     def row(cells: Mapping[int, str], first: int) -> str:

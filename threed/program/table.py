@@ -11,7 +11,7 @@ from threed.base.quantity import BYTES
 from threed.optim.base import Buffer
 from threed.optim.registry import optimizer_called
 from threed.program.entries import ComputeUnit, ParameterUnit, Reduction, gradient_kind
-from threed.program.instruction import PARAMETER_KINDS, PHASES, WHOLES, Instruction, Slot, Tier
+from threed.program.instruction import PARAMETER_KINDS, WHOLES, Instruction, Slot, Tier
 from threed.program.names import GENERATE
 from threed.program.settings import (
     WHOLE_MESSAGES,
@@ -79,7 +79,7 @@ class Table:
         if item.keep == "logits" and self.logits and item.unit in self.logits.sent:
             sent = [self.logits.sent[item.unit]]
         else:
-            sent = [self.units[item.unit].traffic.get(phase, {}) for phase in PHASES[item.op]]
+            sent = [self.units[item.unit].traffic.get(phase, {}) for phase in item.phases]
         return tuple(sorted({axis for sizes in sent for axis, size in sizes.items() if size}))
 
     def makes_loss(self, position: int) -> bool:

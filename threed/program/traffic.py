@@ -10,7 +10,7 @@ from threed.base.mesh import GROUPS
 from threed.base.quantity import add_up, ring
 from threed.program.entries import ParameterUnit, Reduction
 from threed.program.handed import move_of
-from threed.program.instruction import PARTS, PHASES, Instruction, Op, Tier
+from threed.program.instruction import COMPUTE, PARTS, Instruction, Op, Tier
 from threed.program.table import Table
 
 
@@ -19,8 +19,8 @@ def sent_by(table: Table, instruction: Instruction) -> dict[str, int]:
     op, unit = instruction.op, instruction.unit
     if instruction.keep == "logits" and table.logits and unit in table.logits.sent:
         return table.logits.sent[unit]
-    if op in PHASES:
-        return add_up(table.units[unit].traffic.get(phase, {}) for phase in PHASES[op])
+    if op in COMPUTE:
+        return add_up(table.units[unit].traffic.get(phase, {}) for phase in instruction.phases)
     if op == Op.SEND:
         return {GROUPS["pp"].counts: table.size(instruction.slot)}
     if instruction.of_slot and op != Op.RELEASE:

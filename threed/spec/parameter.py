@@ -225,8 +225,8 @@ class Cost:
     kernels: tuple[Kernel, ...] = ()
     saved: tuple[Saved, ...] = ()
     operands: int = 0  # bytes kept from the input half of backward to the weights' half
-    # (phase: forward, input, weight, or once: what is not repeated where forward is computed again; axis) ->
-    # what is sent in it
+    # (phase: forward, input, weight, or once: in training alone, and not where forward is computed again;
+    # axis) -> what is sent in it
     sent: Mapping[tuple[str, str], Traffic] = field(default_factory=dict)
 
     def __add__(self, other: Cost) -> Cost:

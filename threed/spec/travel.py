@@ -21,6 +21,7 @@ class Gathered(NamedTuple):
 
     by = "GATHER"
     gives = takes = ""
+    extra = 0
 
     def bytes(self, size: int, ranks: int) -> int:
         """Of what it becomes, as plans count it."""

@@ -12,7 +12,7 @@ from typing import Any
 from threed.base.errors import InputError
 from threed.base.quantity import whole_number
 from threed.config.keys.deepspeed_experts import KEYS as OF_EXPERTS
-from threed.config.keys.table import NO_KEY, NOTHING, Dropped, Framework, Given, Key, Refused
+from threed.config.keys.table import NO_KEY, NOTHING, Dropped, Framework, Given, Key, Refused, where
 
 CLIPS_SINCE = (0, 19, 3)  # the version from which an absent gradient_clipping means 1.0 instead of 0
 _NAMES = {"adam": "adamw", "adamw": "adamw", "fusedadam": "adamw", "cpuadam": "adamw", "lion": "lion",
@@ -129,14 +129,9 @@ def _log_warm_up(value: Any, given: Given) -> Any:
                   "over the same steps")
 
 
-def _of_stage_3(convert: Any = lambda value, given: value):
-    def take(value: Any, given: Given) -> Any:
-        if given["zero_optimization.stage"] != 3:
-            raise Dropped(f"it has an effect in stage 3 only, and the stage is "
-                          f"{given['zero_optimization.stage']}")
-        return convert(value, given)
-
-    return take
+def _below_stage_3(given: Given) -> str:
+    stage = given["zero_optimization.stage"]
+    return "" if stage == 3 else f"it has an effect in stage 3 only, and the stage is {stage}"
 
 
 def _prefetch(value: Any, _: Given) -> Any:
@@ -149,21 +144,13 @@ def _live(value: Any, _: Given) -> Any:
     raise Dropped("a number of elements there; zero.residency counts units, and stays 1")
 
 
-def _of_dynamic(convert: Any = lambda value, given: value):
-    def take(value: Any, given: Given) -> Any:
-        if dtype_of(given) != "fp16":
-            raise Dropped("fp16 is not enabled")
-        if given.get("fp16.loss_scale", 0) != 0:
-            raise Dropped(f"the loss scale is fixed: {given['fp16.loss_scale']}")
-        return convert(value, given)
-
-    return take
+def _not_fp16(given: Given) -> str:
+    return "" if dtype_of(given) == "fp16" else "fp16 is not enabled"
 
 
-def _loss_scale(value: Any, given: Given) -> Any:
-    if dtype_of(given) != "fp16":
-        raise Dropped("fp16 is not enabled")
-    return "dynamic" if value == 0 else value
+def _not_dynamic(given: Given) -> str:
+    fixed = given.get("fp16.loss_scale", 0)
+    return _not_fp16(given) or (f"the loss scale is fixed: {fixed}" if fixed != 0 else "")
 
 
 def _narrow(value: Any, given: Given) -> Any:
@@ -192,10 +179,8 @@ def _path(value: Any, given: Given) -> Any:
     return str(value)
 
 
-def _ratio(value: Any, given: Given) -> Any:
-    if given.get("offload_optimizer.device") in (None, "none"):
-        raise Dropped("the optimizer is not offloaded")
-    return value
+def _not_offloaded(given: Given) -> str:
+    return "the optimizer is not offloaded" if given.get("offload_optimizer.device") in (None, "none") else ""
 
 
 def _kept(key: str, value: Any):
@@ -255,13 +240,14 @@ ROWS = (
     Key("fp16.enabled", "precision.dtype=fp16"),
     Key("bf16.enabled", "precision.dtype=bf16"),
     Key("bfloat16.enabled", "precision.dtype=bf16"),
-    Key("fp16.loss_scale", "precision.loss_scale (dynamic, or a number)", _loss_scale),
-    Key("initial_scale_power",
-        "precision.initial_loss_scale (the scale itself, not its power of two)", _of_dynamic(lambda
-        value, given: float(2**value))),
-    Key("loss_scale_window", "precision.loss_scale_window", _of_dynamic(_whole)),
-    Key("hysteresis", "precision.hysteresis", _of_dynamic()),
-    Key("min_loss_scale", "precision.min_loss_scale", _of_dynamic()),
+    where(_not_fp16, Key("fp16.loss_scale", "precision.loss_scale (dynamic, or a number)",
+                         lambda value, _: "dynamic" if value == 0 else value)),
+    *(where(_not_dynamic, row) for row in (
+        Key("initial_scale_power", "precision.initial_loss_scale (the scale itself, not its power of two)",
+            lambda value, _: float(2**value)),
+        Key("loss_scale_window", "precision.loss_scale_window", _whole),
+        Key("hysteresis", "precision.hysteresis"),
+        Key("min_loss_scale", "precision.min_loss_scale"))),
     Key("consecutive_hysteresis", NOTHING + "the count of overflows begins anew when the scale doubles"),
     Key("fp16.auto_cast", NO_KEY + "inputs are token ids"),
     Key("fp16_master_weights_and_grads", "precision.master=none", _no_master),
@@ -294,11 +280,13 @@ ROWS = (
     Key("load_from_fp32_weights", NO_KEY + "checkpoints hold fp32 weights"),
     Key("memory_efficient_linear",
         NO_KEY + "backward finds parameters in the buffer that they are gathered in"),
-    Key("stage3_prefetch_bucket_size", "zero.prefetch (in uses ahead, not elements)", _of_stage_3(_prefetch)),
-    Key("stage3_param_persistence_threshold", "zero.persist_below", _of_stage_3(_whole)),
+    where(_below_stage_3,
+          Key("stage3_prefetch_bucket_size", "zero.prefetch (in uses ahead, not elements)", _prefetch)),
+    where(_below_stage_3, Key("stage3_param_persistence_threshold", "zero.persist_below", _whole)),
     Key("stage3_model_persistence_threshold", NO_KEY + "zero.persist_below alone says what stays whole"),
-    Key("stage3_max_live_parameters", "zero.residency (in units, not elements)", _of_stage_3(_live)),
-    Key("stage3_max_reuse_distance", "zero.residency (in units, not elements)", _of_stage_3(_live)),
+    where(_below_stage_3,
+          Key("stage3_max_live_parameters", "zero.residency (in units, not elements)", _live)),
+    where(_below_stage_3, Key("stage3_max_reuse_distance", "zero.residency (in units, not elements)", _live)),
     Key("stage3_module_granularity_threshold",
         NO_KEY + "a unit is what is gathered; parallel.layers_per_unit"),
     Key("leaf_module*", NO_KEY + "a unit is what is gathered; parallel.layers_per_unit"),
@@ -316,8 +304,8 @@ ROWS = (
     Key("cpuadam_cores_perc", NO_KEY + "the host's step uses OMP_NUM_THREADS threads"),
     # Offload
     Key("offload_optimizer.device", "offload.optimizer", _tier),
-    Key("offload_param.device", "offload.parameters", _of_stage_3(_tier)),
-    Key("offload_optimizer.ratio", "offload.ratio", _ratio),
+    where(_below_stage_3, Key("offload_param.device", "offload.parameters", _tier)),
+    where(_not_offloaded, Key("offload_optimizer.ratio", "offload.ratio")),
     Key("nvme_path", "offload.nvme_path", _path),
     Key("cpu_offload", "offload.optimizer=cpu"),
     Key("cpu_offload_param*", "offload.parameters=cpu"),

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from threed.config.keys.table import NO_KEY, NOTHING, Dropped, Given, Key, Refused
+from threed.config.keys.table import NO_KEY, NOTHING, Dropped, Given, Key, Refused, where
 
 _ON = "expert_parallel.enabled"
 # How modules of a model are found, and how one backend does what threed does in one way
@@ -21,16 +21,8 @@ _WAYS = """
 """
 
 
-def _with_experts(take: Callable[[Any, Given], Any] = lambda value, _: value) -> Callable[[Any, Given], Any]:
-    """The same, where the section is on. null is what the model says, which the file does not have."""
-    def taken(value: Any, given: Given) -> Any:
-        if given.get(_ON) is not True:
-            raise Dropped(f"without {_ON} it has no effect")
-        if value is None:
-            raise Dropped("it is as the model has it, then")
-        return take(value, given)
-
-    return taken
+def _off(given: Given) -> str:
+    return "" if given.get(_ON) is True else f"without {_ON} it has no effect"
 
 
 def _scale(value: Any, given: Given) -> Any:
@@ -45,15 +37,23 @@ def _applied(value: Any, _: Given) -> Any:
     raise Dropped("what an expert computes is weighed")
 
 
-def _key(name: str, ours: str, take: Callable[[Any, Given], Any] = lambda value, _: value) -> Key:
-    return Key(f"expert_parallel.{name}", ours, _with_experts(take))
+def _key(name: str, ours: str, take: Callable[[Any, Given], Any] | None = None,
+         off: tuple[Any, ...] = ()) -> Key:
+    """A key of the section. null is what the model says, which the file does not have."""
+    row = Key(f"expert_parallel.{name}", ours, take, off)
+
+    def taken(value: Any, given: Given) -> dict[str, Any]:
+        if value is None and row.key is not None:
+            raise Dropped("it is as the model has it, then")
+        return row.taken(value, given)
+
+    return where(_off, row._replace(take=taken))
 
 
 KEYS = (
     Key(_ON, "model.family=moe (of model.experts experts)"),
     _key("autoep_size", "parallel.ep"),
-    Key("expert_parallel.expert_tensor_parallel_size", NOTHING + "threed does not cut an expert over tp",
-        None, (1,)),
+    _key("expert_tensor_parallel_size", NOTHING + "threed does not cut an expert over tp", None, (1,)),
     _key("top_k", "model.experts_per_token"),
     _key("score_func", "model.router_score"),
     _key("route_norm", "model.normalize_top_k"),
@@ -62,12 +62,12 @@ KEYS = (
     _key("num_expert_groups", "model.expert_groups"),
     _key("num_limited_groups", "model.groups_per_token"),
     _key("score_apply", NO_KEY + "what an expert computes is weighed (post)", _applied),
-    Key("expert_parallel.load_balance_coeff",
-        NOTHING + "DeepSpeed takes no value of it; threed has model.balance=bias, optimizer.balance_rate"),
-    Key("expert_parallel.shared_experts_gate_pattern", NOTHING + "threed has no gate of the shared expert"),
-    *(Key(f"expert_parallel.{name}", NO_KEY + "model.* describes the model") for name in _NAMES.split()),
-    *(Key(f"expert_parallel.{name}", NO_KEY + "threed has one way to do it") for name in _WAYS.split()),
-    Key("expert_parallel.*", NOTHING + "threed has no such setting of experts"),
+    _key("load_balance_coeff",
+         NOTHING + "DeepSpeed takes no value of it; threed has model.balance=bias, optimizer.balance_rate"),
+    _key("shared_experts_gate_pattern", NOTHING + "threed has no gate of the shared expert"),
+    *(_key(name, NO_KEY + "model.* describes the model") for name in _NAMES.split()),
+    *(_key(name, NO_KEY + "threed has one way to do it") for name in _WAYS.split()),
+    _key("*", NOTHING + "threed has no such setting of experts"),
     Key("use_data_before_expert_parallelism",
         NO_KEY + "runs of neighbouring ranks hold all experts, which changes no number"),
 )

@@ -3,10 +3,9 @@ effect."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from threed.config.keys.table import NO_KEY, NOTHING, Dropped, Given, Key, Refused
+from threed.config.keys.table import NO_KEY, NOTHING, Dropped, Given, Key, Refused, where
 
 _ONE, _NONE = (1,), (None, 1, [1])
 # How one backend or another does what threed does in one way
@@ -26,14 +25,8 @@ def _has(given: Given) -> bool:
     return len(several) == 1 and not several & {None, 1}
 
 
-def with_experts(take: Callable[[Any, Given], Any] = lambda value, _: value) -> Callable[[Any, Given], Any]:
-    """The same, where a model has experts."""
-    def taken(value: Any, given: Given) -> Any:
-        if not _has(given):
-            raise Dropped("without --num-experts there are none")
-        return take(value, given)
-
-    return taken
+def _none(given: Given) -> str:
+    return "" if _has(given) else "without --num-experts there are none"
 
 
 def _experts(value: Any, given: Given) -> dict[str, Any]:
@@ -82,8 +75,8 @@ def _balance(value: Any, given: Given) -> Any:
     if not any(coefficients if isinstance(coefficients, list) else [coefficients]):
         raise Dropped("without --moe-aux-loss-coeff it has no effect")
     if kind != "seq_aux_loss":
-        raise Refused(f"{kind} is of micro-batches or of all ranks; threed's auxiliary loss is of each "
-                      "sequence: seq_aux_loss")
+        raise Refused(f"{kind} is of micro-batches or of all ranks, so that its value depends on their size; "
+                      "threed's is of each sequence: seq_aux_loss (model.balance=sequence)")
     if given.get("moe_router_enable_expert_bias"):
         raise Refused("threed has one of them: an auxiliary loss, or a bias")
     return "sequence"
@@ -95,7 +88,8 @@ def _weight(value: Any, given: Given) -> Any:
         raise Dropped("without a weight there is no auxiliary loss")
     kind = given.get("moe_router_load_balancing_type", "aux_loss")
     if _single(kind, given) != "seq_aux_loss":
-        raise Refused(f"{kind} is not of each sequence, as threed's auxiliary loss is: seq_aux_loss")
+        raise Refused(f"{kind} is not of each sequence, as threed's auxiliary loss is: seq_aux_loss (with "
+                      "model.balance=sequence, it is model.balance_weight)")
     return _single(value, given)
 
 
@@ -108,13 +102,6 @@ def _capacity(value: Any, _: Given) -> Any:
 def _drops(_: Any, given: Given) -> Any:
     _capacity(given.get("moe_expert_capacity_factor"), given)
     raise Refused("threed drops tokens by weight, not by position: moe_token_drop_policy=probs")
-
-
-def _refused(why: str) -> Callable[[Any, Given], Any]:
-    def take(_: Any, __: Given) -> Any:
-        raise Refused(why)
-
-    return with_experts(take)
 
 
 def _chosen(value: Any, _: Given) -> dict[str, Any]:
@@ -150,22 +137,31 @@ def _second(_: Any, given: Given) -> Any:
 
 _CAPACITY = "threed's capacity is of each sequence (model.moe_capacity)"
 OF_DEEPSPEED = (
-    Key("moe_expert_parallel_size", "parallel.ep", with_experts(), _ONE),
+    Key("moe_expert_parallel_size", "parallel.ep", None, _ONE),
     Key("enable_expert_tensor_parallelism", NOTHING + "threed does not cut an expert over tp"),
-    Key("topk", "model.experts_per_token", with_experts(_chosen)),
+    Key("topk", "model.experts_per_token", _chosen),
     Key("expert_interval", "model.moe_every (with model.first_dense: the first block has no experts)",
-        with_experts(_interval)),
-    Key("mlp_type", NOTHING + "threed has no residual experts", _refused("threed has no residual experts"),
-        ("standard",)),
-    Key("moe_train_capacity_factor", NOTHING + _CAPACITY, with_experts(_of_a_rank)),
-    Key("moe_eval_capacity_factor", NOTHING + _CAPACITY, with_experts(_of_a_rank)),
-    Key("moe_min_capacity", NOTHING + _CAPACITY, with_experts(_of_a_rank)),
+        _interval),
+    Key("mlp_type", NOTHING + "threed has no residual experts", None, ("standard",)),
+    Key("moe_train_capacity_factor", NOTHING + _CAPACITY, _of_a_rank),
+    Key("moe_eval_capacity_factor", NOTHING + _CAPACITY, _of_a_rank),
+    Key("moe_min_capacity", NOTHING + _CAPACITY, _of_a_rank),
     Key("disable_moe_token_dropping", NO_KEY + "no token is dropped"),
     Key("moe_loss_coeff", NOTHING + "threed's auxiliary loss is of each sequence (model.balance=sequence)",
-        with_experts(_of_micro_batches)),
-    Key("moe_top2_2nd_expert_sampling", NOTHING + "experts are chosen without noise", with_experts(_second)),
+        _of_micro_batches),
+    Key("moe_top2_2nd_expert_sampling", NOTHING + "experts are chosen without noise", _second),
     Key("disable_moe_top2_2nd_expert_sampling", NO_KEY + "experts are chosen without noise"),
 )
+
+
+def notes(found: Given) -> list[str]:
+    """What Megatron-LM does by default with experts, and threed does not."""
+    tp, size = found.get("tensor_model_parallel_size", 1), "expert_tensor_parallel_size"
+    if not _has(found) or found.get("deepspeed") or size in found or tp == 1:
+        return []
+    return [f"an expert is whole on its rank here, and cut over tp={tp} there by default "
+            f"(--{size.replace('_', '-')}): a larger parallel.ep, which takes ranks of tp, too, leaves less "
+            "to each"]
 
 
 def defaults_of_deepspeed(given: Given) -> dict[str, Any]:
@@ -180,33 +176,34 @@ def defaults_of_deepspeed(given: Given) -> dict[str, Any]:
     return values
 
 
-KEYS = (
+_ROWS = (
     *OF_DEEPSPEED,
     Key("num_experts", "model.experts (with model.family=moe)", _experts, _NONE),
-    Key("expert_model_parallel_size", "parallel.ep", with_experts(), _ONE),
+    Key("expert_model_parallel_size", "parallel.ep", None, _ONE),
     Key("expert_tensor_parallel_size", NOTHING + "threed does not cut an expert over tp", None, _ONE),
-    Key("moe_router_topk", "model.experts_per_token", with_experts()),
-    Key("moe_ffn_hidden_size", "model.expert_ffn_hidden", with_experts()),
-    Key("moe_layer_freq", "model.moe_every", with_experts(_frequency)),
-    Key("moe_shared_expert_intermediate_size", "model.shared_expert_ffn", with_experts()),
-    Key("moe_router_score_function", "model.router_score", with_experts(_score)),
-    Key("moe_router_pre_softmax", "model.normalize_top_k=false", with_experts(_before_softmax)),
-    Key("moe_router_topk_scaling_factor", "model.routed_scale", with_experts()),
-    Key("moe_router_num_groups", "model.expert_groups", with_experts()),
-    Key("moe_router_group_topk", "model.groups_per_token", with_experts()),
-    Key("moe_router_enable_expert_bias", "model.balance=bias", with_experts(lambda *_: "bias")),
-    Key("moe_router_bias_update_rate", "optimizer.balance_rate", with_experts()),
-    Key("moe_router_load_balancing_type", "model.balance (seq_aux_loss is sequence)", with_experts(_balance)),
-    Key("moe_aux_loss_coeff", "model.balance_weight", with_experts(_weight)),
-    Key("moe_z_loss_coeff", "model.z_loss", with_experts()),
-    Key("moe_router_force_load_balancing", "model.moe_route=balanced", with_experts(lambda *_: "balanced")),
+    Key("moe_router_topk", "model.experts_per_token"),
+    Key("moe_ffn_hidden_size", "model.expert_ffn_hidden"),
+    Key("moe_layer_freq", "model.moe_every", _frequency),
+    Key("moe_shared_expert_intermediate_size", "model.shared_expert_ffn"),
+    Key("moe_router_score_function", "model.router_score", _score),
+    Key("moe_router_pre_softmax", "model.normalize_top_k=false", _before_softmax),
+    Key("moe_router_topk_scaling_factor", "model.routed_scale"),
+    Key("moe_router_num_groups", "model.expert_groups"),
+    Key("moe_router_group_topk", "model.groups_per_token"),
+    Key("moe_router_enable_expert_bias", "model.balance=bias"),
+    Key("moe_router_bias_update_rate", "optimizer.balance_rate"),
+    Key("moe_router_load_balancing_type", "model.balance (seq_aux_loss is sequence)", _balance),
+    Key("moe_aux_loss_coeff", "model.balance_weight", _weight),
+    Key("moe_z_loss_coeff", "model.z_loss"),
+    Key("moe_router_force_load_balancing", "model.moe_route=balanced"),
     Key("moe_expert_capacity_factor",
-        "model.moe_capacity (there of a rank's micro-batch, here of each sequence)", with_experts(_capacity)),
-    Key("moe_token_drop_policy", "model.moe_capacity (by weight)", with_experts(_drops), ("probs",)),
-    Key("overlap_moe_expert_parallel_comm", "parallel.pair=true", with_experts(lambda *_: True)),
+        "model.moe_capacity (there of a rank's micro-batch, here of each sequence)", _capacity),
+    Key("moe_token_drop_policy", "model.moe_capacity (by weight)", _drops, ("probs",)),
+    Key("overlap_moe_expert_parallel_comm", "parallel.pair=true"),
     Key("overlap_dispatch_backward_with_experts_wgrad", NO_KEY + "parallel.pair does it, too"),
     Key("ep_overlap_early_attn_memory_release", NO_KEY + "parallel.pair orders by time alone"),
     Key("moe_layer_recompute", NO_KEY + "activation.policy says what is computed again"),
     *(Key(name, NO_KEY + "threed has one way to do it") for name in _WAYS.split()),
-    Key("moe_*", NOTHING + "threed has no such setting of experts", _refused("threed has no such setting")),
+    Key("moe_*", NOTHING + "threed has no such setting of experts"),
 )
+KEYS = tuple(row if row.theirs == "num_experts" else where(_none, row) for row in _ROWS)

@@ -17,6 +17,8 @@ from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
+import yaml
+
 NO_KEY, NOTHING = "no key: ", "nothing like it: "
 OFF = (None, False, 0, -1, "", "none", "None", "off", "False", "false")
 Given = Mapping[str, Any]  # the names of rows, as they were given or by default -> values
@@ -51,6 +53,30 @@ class Key(NamedTuple):
         """Whether a value asks for anything."""
         return not any(value is off or (value == off and isinstance(value, bool) == isinstance(off, bool))
                        for off in (*OFF, *self.off))
+
+    def taken(self, value: Any, given: Given) -> dict[str, Any]:
+        """Our keys and values for it. Dropped or Refused where there are none."""
+        if self.key is None and self.take is None:
+            if self.ours.startswith(NOTHING) and not self.asks(value):
+                return {}
+            raise (Dropped if self.ours.startswith(NO_KEY) else Refused)(self.ours.partition(": ")[2])
+        if (self.switch is not None or self.off) and not self.asks(value):
+            return {}
+        if self.take is not None:
+            value = self.take(value, given)
+        elif self.switch is not None:
+            value = yaml.safe_load(self.switch)
+        return value if isinstance(value, dict) else {self.key: value}  # pyright: ignore
+
+
+def where(lost: Callable[[Given], str], row: Key) -> Key:
+    """The row, whose key has no effect where `lost` says why."""
+    def take(value: Any, given: Given) -> Any:
+        if why := lost(given):
+            raise Dropped(why)
+        return row.taken(value, given)
+
+    return row._replace(take=take)
 
 
 class Framework(NamedTuple):

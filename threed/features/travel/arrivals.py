@@ -53,5 +53,6 @@ class Arrivals:
 
 
 def room_for(times: float) -> str:
-    """The setting that plans memory for so many times the rows of balanced experts."""
-    return f"model.moe_room={math.ceil(10 * times) / 10:g}"
+    """What plans memory for so many times the rows of balanced ranks."""
+    room = f"{math.ceil(10 * times) / 10:g}"
+    return f"model.moe_room={room} (in a layer of your own, Exchanged with room={room})"

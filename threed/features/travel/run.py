@@ -61,7 +61,7 @@ class TravelRun:
         """What comes of the other ranks, when it is there (on a GPU: for the current stream)."""
         size = group.size()
         if not value.dim():
-            raise RunError(f"{self._who(move)} a number: it must have rows")
+            raise self._wrong(move, "a number: it must have rows")
         gives, takes = self._counted(move, counts, value, size) if op == Op.EXCHANGE else ([], [])
         if size == 1:
             return value.contiguous()
@@ -83,8 +83,8 @@ class TravelRun:
         rows = len(value)
         if not counts:
             if rows % size:
-                raise RunError(f"{self._who(move)} {rows} rows, equally many for each of {size} ranks: send "
-                               "a multiple, or say how many rows each gets (gives, takes)")
+                raise self._wrong(move, f"{rows} rows, equally many for each of {size} ranks: send a "
+                                  "multiple, or say how many rows each gets (gives, takes)")
             return [rows // size] * size, [rows // size] * size
         if move.back:
             takes, gives = self._rows.pop(move.target)
@@ -93,18 +93,20 @@ class TravelRun:
         for (name, _), count in zip(move.handed.trip.counts if move.handed.trip else (), counts, strict=True):
             each = count().cpu()
             if not each.dim() or len(each) != size or each.dtype != torch.int64 or (each < 0).any():
-                raise RunError(f"{self._who(move)} rows by the counts '{name}'={each.tolist()}: they must be "
-                               f"{size} whole numbers of at least 0, one a rank of the group")
+                raise self._wrong(move, f"rows by the counts '{name}'={each.tolist()}: they must be {size} "
+                                  "whole numbers of at least 0, one a rank of the group")
             known.append(each.reshape(size, -1))
         gives, takes = (each.sum(1).tolist() for each in known)
         if sum(gives) != rows:
-            raise RunError(f"{self._who(move)} {rows} rows, and the counts for the ranks, {gives}, add up "
-                           f"to {sum(gives)}")
+            raise self._wrong(move, f"{rows} rows, and the counts for the ranks, {gives}, add up to "
+                              f"{sum(gives)}: send as many rows as the counts say")
         self._rows[gradient_of(move.source)] = gives, takes
         self.arrivals.add(move, known[1], rows, value.itemsize * value.shape[1:].numel())
         return gives, takes
 
-    def _who(self, move: Move) -> str:
+    def _wrong(self, move: Move, what: str) -> RunError:
+        """The first line is the same wherever it happens, so that a repetition is known as one."""
         trip = move.handed.trip
-        return (f"layer {self.table.units[move.source.unit].name} sends of '{move.handed.name}' over "
-                f"{trip.over if trip else ''}")
+        return RunError(f"layer {self.table.units[move.source.unit].name} sends of '{move.handed.name}' over "
+                        f"{trip.over if trip else ''} {what}\n  on rank {self.comm.rank} ({self.comm.here}), "
+                        f"in micro-batch {move.source.microbatch}")

@@ -87,7 +87,7 @@ def _layout(family: HFFamily, model: ModelConfig, before: dict[str, str] | None,
     stacked = []
     for parameter in parameters(model):
         mine = rows[parameter.name]
-        stacked += unstack(entries, mine, parameter.stored, model, cut)
+        stacked += unstack(entries, mine, parameter.stored, model, cut)[0]
         for row in mine:
             shapes |= row.shapes(parameter.stored, model)
             wide |= dict.fromkeys(row.theirs, "F32") if parameter.counted else {}

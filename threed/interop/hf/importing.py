@@ -158,17 +158,14 @@ def locate(family: HFFamily, model: ModelConfig, files: Files) -> Source:
     every, rows = family.rows(model), dict[str, list[TensorRow]]()
     problems, stacked, taken = list[str](), list[str](), set[str]()
     for parameter in parameters(model):
-        mine, stored = every.get(parameter.name), parameter.stored
+        mine = every.get(parameter.name)
         if mine is None:
             problems.append(f"a {family.model_type} of transformers has no {parameter.name}: leave out the "
                             "override that asks for it")
             continue
         rows[parameter.name] = mine
-        stacked += unstack(entries, mine, stored, model, cut)
-        stack = mine[0].also.removeprefix(cut)
-        asked = {stack: mine[0].stack(stored)} if stack in entries else {
-            name.removeprefix(cut): shape
-            for row in mine for name, shape in row.shapes(stored, model).items()}
+        replaced, asked = unstack(entries, mine, parameter.stored, model, cut)
+        stacked += replaced
         problems += _unlike(parameter.name, asked, files)
         taken.update(asked)
     rest = entries.keys() - taken
@@ -206,6 +203,8 @@ def _answer(ours: str, has: tuple[int, ...], asked: tuple[int, ...]) -> str:
     """The key that answers a shape that is not that of config.json, or what has such a shape."""
     if ours == _EMBEDDING and has[1:] == asked[1:]:
         return f"; if it has {has[0]} tokens, give model.vocab={has[0]}"
+    if ours.endswith(".router.weight") and has[1:] == asked[1:]:
+        return f"; if it has {has[0]} experts, give model.experts={has[0]}"
     if ours.endswith(("q_norm.weight", "k_norm.weight")) and has[0] > asked[0]:
         return ": threed has no norms of queries and keys over all heads, but of each head"
     return ""

@@ -34,7 +34,8 @@ LACKS = (
     Lack("norms of queries and keys over all heads", {"qk_norm_type": ("per_head",)},
          ("olmo2", "olmo3", "olmoe", "flex_olmo", "minimax_m2")),
     Lack("clamped SwiGLU", {"swiglu_limit": ()}),
-    Lack("biases of experts", {"mlp_bias": (), "expert_bias": ()}, ("gpt_oss",), r"\.experts\..*bias$"),
+    Lack("biases of MLPs alone", {"mlp_bias": ()}),
+    Lack("biases of experts", {"expert_bias": ()}, ("gpt_oss",), r"\.experts\..*bias$"),
 )
 KEYS = frozenset(key for lack in LACKS for key in lack.keys)
 

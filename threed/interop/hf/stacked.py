@@ -18,20 +18,22 @@ from threed.schema import ModelConfig
 
 
 def unstack(entries: dict[str, TensorEntry], rows: list[TensorRow], stored: tuple[int, ...],
-            model: ModelConfig, cut: str) -> list[str]:
+            model: ModelConfig, cut: str) -> tuple[list[str], dict[str, tuple[int, ...]]]:
     """Put the tensors of a parameter's rows in the place of the one that has them all, if there is such.
     `stored`: the parameter's shape; `cut`: begin of names that the files leave out. The name of the tensor
-    that was replaced."""
+    that was replaced; the tensors that there must be now, with their shapes."""
     name = rows[0].also.removeprefix(cut)
     held = {theirs.removeprefix(cut): shape
             for row in rows for theirs, shape in row.shapes(stored, model).items()}
     entry, shape = entries.get(name), rows[0].stack(stored)
-    if entry is None or entry.shape != shape or held.keys() & entries.keys():
-        return []
+    if entry is None:
+        return [], held
+    if entry.shape != shape or held.keys() & entries.keys():
+        return [], {name: shape}
     del entries[name]
     at, each = entry.start, entry.size // math.prod(shape)
     for theirs, part in held.items():
         size = each * math.prod(part)
         entries[theirs] = entry._replace(shape=part, start=at, size=size)
         at += size
-    return [name]
+    return [name], held

@@ -5,13 +5,14 @@ kernel.
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import TYPE_CHECKING
 
 from threed.optim import native
 from threed.optim.base import Buffer, Optimizer, Update, View
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, dtype
 
 
 class AdamW(Optimizer):
@@ -37,19 +38,30 @@ class AdamW(Optimizer):
         gradient and a copy of any precision."""
         import torch
 
-        state = view.weight, view.state["exp_avg"], view.state["exp_avg_sq"]
-        everything = (*state, view.grad, *(() if copy is None else (copy,)))
-        if (native.ADAMW is None or any(tensor.dtype != torch.float32 for tensor in state)
-                or any(tensor.device.type != "cpu" or not tensor.is_contiguous() for tensor in everything)):
+        weight, grad, count = view.weight, view.grad, view.weight.numel()
+        state = weight, view.state["exp_avg"], view.state["exp_avg_sq"]
+        everything = (*state, grad) if copy is None else (*state, grad, copy)
+        # (Loops in place of generators: a rank has dozens of small ranges.)
+        if native.ADAMW is None:
             return False
-        assert all(tensor.numel() == view.weight.numel() for tensor in everything)
+        for tensor in state:
+            if tensor.dtype != torch.float32:
+                return False
+        for tensor in everything:
+            if tensor.device.type != "cpu" or not tensor.is_contiguous():
+                return False
+            assert tensor.numel() == count
         beta1, beta2 = by.config.betas
-        kinds = [native.KINDS[str(tensor.dtype).removeprefix("torch.") if tensor is not None else ""]
-                 for tensor in (view.grad, copy)]
         numbers = native.Numbers(
             by.scale, beta1, 1 - beta1, beta2, 1 - beta2, 1 - by.lr * by.weight_decay,
             by.lr / (1 - beta1**by.number), 1 / math.sqrt(1 - beta2**by.number), by.config.eps)
-        native.ADAMW(native.Range(*(tensor.data_ptr() for tensor in (*state, view.grad)),
-                                  copy.data_ptr() if copy is not None else None, *kinds),
-                     view.weight.numel(), torch.get_num_threads(), numbers)
+        into, kind = (None, native.KINDS[""]) if copy is None else (copy.data_ptr(), _kind(copy.dtype))
+        native.ADAMW(native.Range(weight.data_ptr(), state[1].data_ptr(), state[2].data_ptr(),
+                                  grad.data_ptr(), into, _kind(grad.dtype), kind),
+                     count, torch.get_num_threads(), numbers)
         return True
+
+
+@cache
+def _kind(of: dtype) -> int:
+    return native.KINDS[str(of).removeprefix("torch.")]

@@ -11,7 +11,6 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -44,7 +43,8 @@ class Handle:
         self.wait()
 
     def done(self) -> bool:
-        return self._wait is None or (self._done is not None and self._done())
+        done = self._done  # (another thread may have waited, and forget it now)
+        return self._wait is None or (done is not None and done())
 
     def ready(self) -> bool:
         """Whether `wait` on a GPU does not hold up the host."""
@@ -111,19 +111,36 @@ class Queued(Handle):
 
     def __init__(self) -> None:
         super().__init__(None)
-        self.future: Future[Handle] = Future()  # the handle of what the job has issued
+        self._issued: Handle | BaseException | None = None  # of what the job has issued; or why it failed
+        # Until then the lane holds it. (A Future has a lock, a condition and two lists for it.)
+        self._ends = threading.Lock()
+        self._ends.acquire()
+
+    def end(self, issued: Handle | BaseException) -> None:
+        self._issued = issued
+        self._ends.release()
+
+    def _result(self) -> Handle:
+        if self._issued is None:
+            with self._ends:
+                pass
+        if isinstance(self._issued, BaseException):
+            raise self._issued
+        assert self._issued is not None
+        return self._issued
 
     def wait(self) -> None:
-        self.future.result().wait()
+        self._result().wait()
 
     def block(self) -> None:
-        self.future.result().block()
+        self._result().block()
 
     def done(self) -> bool:
-        return self.future.done() and (self.future.exception() is not None or self.future.result().done())
+        issued = self._issued
+        return issued is not None and (isinstance(issued, BaseException) or issued.done())
 
     def ready(self) -> bool:
-        return self.future.done() and self.future.exception() is None
+        return isinstance(self._issued, Handle)
 
 
 class Lane:
@@ -167,10 +184,10 @@ class ThreadLane(Lane):
             try:
                 if failure is not None:
                     raise failure
-                handle.future.set_result(self._run(job, after))
+                handle.end(self._run(job, after))
             except BaseException as error:
                 failure = error
-                handle.future.set_exception(error)
+                handle.end(error)
             del entry, job, after, handle  # free what they hold before the next job comes
 
     def _run(self, job: Job, after: Sequence[Handle]) -> Handle:

@@ -83,18 +83,18 @@ class ProcessGroup(Group):
 
     def _exchange(self, output: torch.Tensor, tensor: torch.Tensor, gives: Sequence[int],
                   takes: Sequence[int]) -> Handle:
-        work = dist.all_to_all_single(output, tensor, list(takes), list(gives), self.process_group,
-                                      async_op=True)
+        # (The function of torch.distributed takes longer than the rest of this.)
+        work = self.process_group.alltoall_base(output, tensor, list(takes), list(gives))
         return _handle(work, output, tensor)
 
     def _messages(self, parts: torch.Tensor, arrived: torch.Tensor, own: bool = False) -> Handle:
         """Send row i of `parts` to rank i of the group, whose message arrives in row i of `arrived`. `own`:
-        copy this rank's row, too."""
+        copy this rank's row, too. (isend and irecv would look up the peer each time.)"""
         works: list[Any] = []
         for index in reversed(self.others()):
-            works.append(dist.irecv(arrived[index], self.ranks[index], self.process_group))
+            works.append(self.process_group.recv([arrived[index]], index, 0))
         for index in self.others():
-            works.append(dist.isend(parts[index], self.ranks[index], self.process_group))
+            works.append(self.process_group.send([parts[index]], index, 0))
         mine, target = parts[self._index], arrived[self._index]
         if own and mine.data_ptr() != target.data_ptr():
             target.copy_(mine)
@@ -117,7 +117,7 @@ def _handle(work: Any, *keep: torch.Tensor) -> Handle:
 
 
 class ProcessChannel(Channel):
-    """A channel that calls the process group directly; isend and irecv would look up the peer each time."""
+    """A channel that calls the process group directly, as `_messages` does."""
 
     def __init__(self, sent: Counter[str], process_group: Any, peer: int):
         super().__init__(sent)

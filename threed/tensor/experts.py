@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -128,7 +129,7 @@ def weights_of(scores_TE: torch.Tensor, picks_Tk: torch.Tensor, normalize: bool,
     weights = scores_TE.gather(1, picks_Tk)
     if normalize:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    return weights * scale
+    return weights if scale == 1.0 else weights * scale
 
 
 # ---------------------------------------------------------------- rows
@@ -145,7 +146,7 @@ class RowOrder(NamedTuple):
         """Of keys [N], equal ones in the order in which they are. `count`: so many are rows, the first ones
         in this order."""
         rows = keys.argsort(stable=True)
-        places = torch.arange(len(rows), device=rows.device)
+        places = torch.arange(rows.shape[0], device=rows.device)
         return cls(rows[:count], torch.empty_like(rows).scatter_(0, rows, places))
 
 
@@ -169,8 +170,8 @@ def _sum(x: torch.Tensor, places: torch.Tensor, times: int) -> torch.Tensor:
 
 def _at(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     """Rows of x; zeros where there is none."""
-    if len(x) < len(places):
-        x, places = torch.cat([x, x.new_zeros(1, *x.shape[1:])]), places.clamp(max=len(x))
+    if x.shape[0] < places.shape[0]:
+        x, places = torch.cat([x, x.new_zeros(1, *x.shape[1:])]), places.clamp(max=x.shape[0])
     return x.index_select(0, places)
 
 
@@ -205,7 +206,7 @@ def _packed(like: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, to
     """Packed rows of the dtype and width of `like` [.., D], with these weights [N]; and the part of them that
     the rows [N, D] are written to."""
     width = like.shape[1]
-    packed = like.new_empty(len(weights), width + EXTRA // like.itemsize)
+    packed = like.new_empty(weights.shape[0], width + EXTRA // like.itemsize)
     behind = packed[:, width:].view(torch.float32)
     behind[:, 0], behind[:, 1:] = weights, 0.0
     return packed, packed[:, :width]
@@ -234,7 +235,7 @@ class Groups:
             counts[-1] += self.rows - sum(counts)
         else:
             counts = self.counts.tolist()
-        ends = [sum(counts[:at]) for at in range(len(counts) + 1)]
+        ends = [0, *accumulate(counts)]
         return [slice(first, stop) for first, stop in zip(ends, ends[1:], strict=False)]
 
     def ends(self) -> torch.Tensor:
@@ -248,8 +249,8 @@ def _product(x: torch.Tensor, matrices: torch.Tensor, groups: Groups,
         product = F.grouped_mm(x, matrices, offs=groups.ends())
         return product if out is None else out.copy_(product)
     if out is None:
-        out = x.new_empty(len(x), matrices.shape[2])
-    for rows, matrix in zip(groups.slices, matrices, strict=True):
+        out = x.new_empty(x.shape[0], matrices.shape[2])
+    for rows, matrix in zip(groups.slices, matrices.unbind(), strict=True):
         torch.mm(x[rows], matrix, out=out[rows])
     return out
 

@@ -27,6 +27,7 @@ class TravelRun:
         self.arrivals = Arrivals(table)
         # What has left by counts -> its rows, which the host knows when its gradient comes back.
         self._rows: dict[Slot, Rows] = {}
+        self._moves: dict[Instruction, Move] = {}
 
     def handlers(self) -> dict[Op, Callable[[Instruction, Slots], Job | None]]:
         return dict.fromkeys((Op.GATHER, Op.REDUCE, Op.EXCHANGE), self.move)
@@ -34,7 +35,9 @@ class TravelRun:
     def move(self, instruction: Instruction, slots: Slots) -> Job | None:
         """The job that takes a tensor to other ranks. How many rows come may be known only when it runs: on a
         GPU the host waits for the counts then."""
-        move, group = move_of(instruction, self.table), self.comm.groups[instruction.group]
+        move, group = self._moves.get(instruction), self.comm.groups[instruction.group]
+        if move is None:
+            move = self._moves[instruction] = move_of(instruction, self.table)
         value, came = slots.get(move.source), Late()
         counts = [slots.late(slot) for slot in move.counts]
         slots.put(move.target, came)
@@ -96,7 +99,7 @@ class TravelRun:
                 raise self._wrong(move, f"rows by the counts '{name}'={each.tolist()}: they must be {size} "
                                   "whole numbers of at least 0, one a rank of the group")
             known.append(each.reshape(size, -1))
-        gives, takes = (each.sum(1).tolist() for each in known)
+        gives, takes = (list(map(sum, each.tolist())) for each in known)
         if sum(gives) != rows:
             raise self._wrong(move, f"{rows} rows, and the counts for the ranks, {gives}, add up to "
                               f"{sum(gives)}: send as many rows as the counts say")

@@ -156,7 +156,7 @@ class Gradient:
     def _add_products(self, number: int, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Add a product to each of the matrices of a parameter, [matrices, ..., columns]."""
         into, written = self.into(number)
-        for matrix, (left, right) in zip(into.flatten(1, -2), pairs, strict=True):
+        for matrix, (left, right) in zip(into.flatten(1, -2).unbind(), pairs, strict=True):
             add_product(matrix, written, left, right)
 
     def written(self) -> Iterable[torch.Tensor]:

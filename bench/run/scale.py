@@ -35,6 +35,7 @@ from threed.data.tokens import Prepared
 from threed.engine import shared
 from threed.engine.watch import POLL_S, Watch
 from threed.models.measure import SilentGroup
+from threed.features.travel.arrivals import Arrivals
 from threed.monitor.measure import Meter
 from threed.monitor.traces import encode
 from threed.planner import analyse
@@ -131,7 +132,7 @@ def of_a_step(config: Config, analysis: Analysis, comm: ProcessComm) -> dict[str
     times = [0.01 * index for index in range(count)]
     trace = Trace("train", 0.0, times, times, [at + 0.005 for at in times])
     trace.total_s = times[-1] + 1
-    meter = Meter(config, analysis, comm)
+    meter = Meter(config, analysis, comm, Arrivals(analysis.table))
     meter.begin()
     before, begin = comm.sent["world"], time.thread_time()
     step = meter.exchange(trace, trace.total_s, (False, False), 1.0)

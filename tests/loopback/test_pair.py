@@ -6,8 +6,9 @@ import pytest
 
 from tests.harness import loopback, same_bits
 from tests.loopback.test_experts import BIAS, FULL, MESHES, PP, SHARED, SP, moe
+from threed.features.travel.pair import has_pairs
 from threed.planner import make_plan
-from threed.program.instruction import Instruction, Op
+from threed.planner.facts import unpaired
 from threed.schedules.orders import SCHEDULES
 
 PAIR, LONG = "parallel.pair=true", ["model.layers=4", "train.global_batch_size=12"]
@@ -43,18 +44,12 @@ def test_to_the_bit(name):
     same_bits([loopback(config_of(name, *more), 2) for more in ([], [PAIR])])
 
 
-def by_turns(program: tuple[Instruction, ...]) -> int:
-    """How often a backward of one micro-batch is computed amid the units of a forward of another's stage."""
-    computed = [item for item in program if item.op in (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT)]
-    return sum(before.op == after.op == Op.FORWARD != item.op
-               and before.microbatch == after.microbatch != item.microbatch
-               for before, item, after in zip(computed, computed[1:], computed[2:]))
-
-
 @pytest.mark.parametrize("name", CELLS)
 def test_there_are_pairs(name):
     """But where a schedule would only wait: each pair ends later than its first part would."""
     plan, plain = (make_plan(config_of(name, *more)) for more in ([PAIR], []))
-    assert not any(by_turns(program) for program in plain.programs["train"])
-    pairs = sum(by_turns(program) for program in plan.programs["train"])
-    assert pairs > 0 or name in ("v-half", "v-min"), name
+    assert not any(has_pairs(program, plain.table) for program in plain.programs["train"])
+    waits = name in ("v-half", "v-min")
+    assert [has_pairs(program, plan.table) for program in plan.programs["train"]] == (
+        [not waits] * len(plan.programs["train"]))
+    assert bool(unpaired(plan)) == waits and not unpaired(plain)

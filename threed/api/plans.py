@@ -24,7 +24,7 @@ from threed.config.validate import warnings
 from threed.models.model import num_parameters
 from threed.monitor.folders import to_train
 from threed.planner import layouts, make_mesh, make_pipeline, saved_by_piece
-from threed.planner.facts import undivided, unequal
+from threed.planner.facts import undivided, unequal, unpaired
 from threed.planner.from_config import analysed, config_of
 from threed.planner.passes import stages_of
 from threed.prediction.predict import predict
@@ -79,7 +79,8 @@ def check(what: Config | Plan) -> dict[str, Any]:
         held = graphs(analysis, position)
         row |= {"cuda_graphs": held.count, "graph_sets": len(held.peaks)}
     return {"ok": True, "world_size": config.world_size, "instructions": len(plan), "digest": analysis.digest,
-            "warnings": [*warnings(config), *undivided(config, plan.programs["train"]), *unequal(config)],
+            "warnings": [*warnings(config), *undivided(config, plan.programs["train"]), *unpaired(plan),
+                         *unequal(config)],
             "stages": rows}
 
 

@@ -18,6 +18,7 @@ from threed.base.remember import remembered
 from threed.config.stages import stage_runs
 from threed.features.offload import plan as offload
 from threed.features.pipeline.parts import NODE_RANKS, cut, settings
+from threed.features.travel.pair import has_pairs
 from threed.features.zero import plan as zero
 from threed.features.zero.shard import FlatLayout, layout
 from threed.models.layers.base import Layer
@@ -37,6 +38,7 @@ from threed.planner.unit_kinds import (
 from threed.program.costs import load_costs
 from threed.program.entries import ComputeUnit, Handed, ParameterUnit, Reduction
 from threed.program.instruction import PHASES, Instruction, Op, Tier
+from threed.program.plan import Plan
 from threed.program.settings import (
     ActivationSettings,
     Elements,
@@ -324,6 +326,16 @@ def undivided(config: Config, programs: Sequence[Sequence[Instruction]]) -> list
             "schedule would fill its bubble, nothing: it could compute those of matrices that one product "
             "alone uses (torch.nn.Linear, a convolution)"
             for paths, names in found.items()]
+
+
+def unpaired(plan: Plan) -> list[str]:
+    """A warning where parallel.pair finds nothing to compute together."""
+    if plan.table.pair is None or any(has_pairs(program, plan.table) for program in plan.programs["train"]):
+        return []
+    schedule = plan.config.parallel.schedule if plan.config else "this order"
+    return [f"parallel.pair=true: under {schedule} no forward and backward are computed together, since one "
+            "would wait for the other longer than its exchanges take, or there is one micro-batch; "
+            "zb-v, dualpipe-v and interleaved have pairs with enough micro-batches"]
 
 
 def unequal(config: Config) -> list[str]:

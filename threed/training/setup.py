@@ -43,7 +43,7 @@ from threed.monitor.state import FAILED
 from threed.optim import native
 from threed.optim.registry import OPTIMIZERS
 from threed.planner import Pipeline, analyse, make_mesh, make_pipeline
-from threed.planner.facts import undivided, unequal
+from threed.planner.facts import undivided, unequal, unpaired
 from threed.planner.from_config import save_config
 from threed.program.analysis import Analysis
 from threed.schema import Config
@@ -175,7 +175,8 @@ def _open_log(config: Config, analysis: Analysis, comm: Comm, watch: Watch, clos
     closing.callback(_close_log, log, watch)
     tidy(config)
     plan = analysis.plan
-    lines = [*validate.warnings(config), *undivided(config, plan.programs["train"]), *unequal(config)]
+    lines = [*validate.warnings(config), *undivided(config, plan.programs["train"]), *unpaired(plan),
+             *unequal(config)]
     for line in [*lines, *_without_compiler(config, comm.device), *shortcomings(config, comm.device)]:
         log.say(f"warning: {line}")
     chosen = attention(config, comm.device)

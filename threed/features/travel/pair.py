@@ -162,6 +162,13 @@ class _Walk:
         return [item._replace(op=op) for op in BACKWARDS[1:]] if item.op == Op.BACKWARD and learns else [item]
 
 
+def has_pairs(program: Sequence[Instruction], table: Table) -> bool:
+    """Whether a program computes anything amid the units of a forward of a stage."""
+    tasks = [task for task, _ in groupby(_task(item, table) for item in program if item.op in COMPUTE)]
+    forwards = [task for task in tasks if task.kind == "F"]
+    return len({*forwards}) < len(forwards)
+
+
 def _runs(program: Sequence[Instruction], table: Table) -> Iterator[_Run]:
     tasks, items = list[Task](), list[Instruction]()
     for task, instructions in groupby(program, lambda item: _task(item, table)):

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from threed.schedules.arrange import LaneTask, arrange, follow
+from threed.schedules.arrange import LaneTask, arrange
 
 # Microseconds of two layers with experts in DeepSeek's profile of DualPipe (H800, EP64, balanced), in the
 # order in which each lane runs them: c combine, a attention, m experts, d dispatch; F, B, and W of weights.
@@ -81,7 +81,6 @@ def test_against_all_orders(layers):
         tables = [{name: rng.uniform(1, 10) for name in PROFILE[0]} for _ in range(layers)]
         jobs = jobs_of(tables)
         assert least(jobs) - 1e-9 <= arrange(jobs).span <= 1.03 * least(jobs), tables
-        assert arrange(jobs).span <= follow(jobs, "compute", 1).span <= 1.5 * least(jobs)
 
 
 def test_lanes_and_needs():

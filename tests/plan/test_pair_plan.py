@@ -74,7 +74,8 @@ def test_costs(more, each):
 
 def test_units_of_both_are_resident():
     """zero.residency=1 is one unit of the forward and one of the backward: none is gathered twice for it."""
-    more = [*LAYERS, "zero.stage=3", "parallel.schedule=dualpipe-v", "parallel.dp=4"]
+    more = [*LAYERS, "zero.stage=3", "parallel.schedule=dualpipe-v", "parallel.dp=4",
+            "train.global_batch_size=64"]
     counts = []
     for pair in ("true", "false"):
         program = make_plan(threed.load(TOY, [*more, f"parallel.pair={pair}"])).programs["train"][0]

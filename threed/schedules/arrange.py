@@ -35,23 +35,25 @@ def arrange(jobs: tuple[LaneTask, ...], lane: str = "compute") -> Arranged:
     """An order of the jobs of `lane`. The other lanes take their jobs in the order in which these become
     ready.
 
-    The better one of two searches: list scheduling (Graham 1966) with the longest path to the end as
-    priority, and a beam search.
+    List scheduling (Graham 1966) with the longest path to the end as priority; or, where the end is later
+    than a lower bound, a beam search, if that is better.
     """
-    widths = (1, WIDTH) if len(jobs) <= MANY else (1,)
-    return min((follow(jobs, lane, width) for width in widths), key=lambda each: each.span)
+    shop = _Shop(jobs, lane)
+    first = _follow(shop, 1)
+    if len(jobs) > MANY or first.span <= shop.first().bound:
+        return first
+    return min(first, _follow(shop, WIDTH), key=lambda each: each.span)
 
 
-def follow(jobs: tuple[LaneTask, ...], lane: str, width: int) -> Arranged:
+def _follow(shop: _Shop, width: int) -> Arranged:
     """Beam search: job by job, the `width` orders are followed whose lower bounds are least, each with those
     of its ready jobs from which the path to the end is longest. Width 1 is list scheduling: a job that can
     begin first, if several can, the one with the longest path."""
-    shop = _Shop(jobs, lane)
     begun = [shop.first()]
-    for _ in range(sum(job.lane == lane for job in jobs)):
+    for _ in range(sum(job.lane == shop.lane for job in shop.jobs)):
         following = [each for state in begun for each in shop.next(state, 1 if width == 1 else CHOICES)]
         best: dict[tuple[object, ...], _State] = {}
-        for state in sorted(following, key=lambda state: (state.bound, state.free[lane])):
+        for state in sorted(following, key=lambda state: (state.bound, state.free[shop.lane])):
             best.setdefault((frozenset(state.order), *state.free.values()), state)
         begun = [*best.values()][:width]
     return min((Arranged(state.order, state.ends) for state in begun), key=lambda each: each.span)

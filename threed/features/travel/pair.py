@@ -15,7 +15,6 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby, pairwise
 from typing import NamedTuple
 
-from threed.features.travel.plan import travel
 from threed.program.effects import effects
 from threed.program.handed import leaving
 from threed.program.instruction import BACKWARDS, COMPUTE, Instruction, Op, Programs
@@ -140,7 +139,7 @@ class _Walk:
         moves = self.moves and any(leaving(item, self.table) for item in items)
         if moves:
             items = [half for item in items for half in self.halves(item)]
-        items = travel([items], self.table)[0]
+        items = [each for item in items for each in (item, *leaving(item, self.table))]
         seen = [effects(item, self.table, position) for item in items]
         before: list[set[int]] = [set() for _ in items]
         also = _one_ahead(items) if moves else _in_turn(items)

@@ -34,8 +34,8 @@ from threed.config.load import load
 from threed.data.tokens import Prepared
 from threed.engine import shared
 from threed.engine.watch import POLL_S, Watch
-from threed.models.measure import SilentGroup
 from threed.features.travel.arrivals import Arrivals
+from threed.models.measure import SilentGroup
 from threed.monitor.measure import Meter
 from threed.monitor.traces import encode
 from threed.planner import analyse

@@ -11,7 +11,8 @@ from threed.planner import make_plan
 from threed.planner.facts import unpaired
 from threed.schedules.orders import SCHEDULES
 
-PAIR, LONG = "parallel.pair=true", ["model.layers=4", "train.global_batch_size=12"]
+PAIR = "parallel.pair=true"
+LONG = ["model.layers=4", "model.expert_ffn_hidden=96", "train.global_batch_size=12"]
 CELLS = {
     **{name: [f"parallel.schedule={name}", f"zero.stage={index % 4}",
               *(["parallel.virtual_stages=2"] if row.virtual is None else [])]

@@ -9,13 +9,15 @@ from threed.base.errors import ConfigError
 from threed.features.travel.pair import has_pairs
 from threed.planner import analyse, make_plan
 from threed.planner.facts import FLOPS_A_BYTE, FLOPS_A_FAR_BYTE
+from threed.program.costs import save_costs
 from threed.program.instruction import Op
 from threed.program.pair_costs import cost_in_pair
 from threed.program.show import grid, legend
 from threed.schedules.orders import SCHEDULES, one_f_one_b
 
 TOY, PAIR = "configs/toy-moe.yaml", "parallel.pair=true"
-LAYERS = ["model.layers=16", "parallel.tp=1", "parallel.sequence_parallel=false", "model.tie_embeddings=false"]
+LAYERS = ["model.layers=16", "model.tie_embeddings=false", "parallel.tp=1",
+          "parallel.sequence_parallel=false"]
 
 
 def toy(*overrides: str):
@@ -45,7 +47,8 @@ def test_one_more_forward_ahead():
 
 def test_drawn():
     """A cell has a forward and a backward; below each position is what it exchanges."""
-    paired, alone = (analyse(threed.load(TOY, ["parallel.schedule=dualpipe-v", *more])) for more in ([PAIR], []))
+    paired, alone = (analyse(threed.load(TOY, ["parallel.schedule=dualpipe-v", *more]))
+                     for more in ([PAIR], []))
     for analysis, mixed in ((paired, True), (alone, False)):
         rows = grid(analysis).splitlines()
         assert [row[:6].strip() for row in rows] == ["pp0", "ep", "pp1", "ep"]
@@ -58,7 +61,8 @@ def test_drawn():
 
 @pytest.mark.parametrize("more, each", [
     (["parallel.dp=2", "parallel.ep=2"], FLOPS_A_BYTE),
-    (["parallel.dp=16", "parallel.ep=16", "model.experts=16", "train.global_batch_size=128"], FLOPS_A_FAR_BYTE)])
+    (["parallel.dp=16", "parallel.ep=16", "model.experts=16", "train.global_batch_size=128"],
+     FLOPS_A_FAR_BYTE)])
 def test_costs(more, each):
     """FLOPs of a rank's share, and a byte to another rank of a node or of another node."""
     table = make_plan(toy(*LAYERS, *more)).table
@@ -85,11 +89,10 @@ def test_units_of_both_are_resident():
 
 def test_measured_costs(tmp_path):
     """By the times of a run: an exchange costs as much of them as of FLOPs."""
-    from threed.program.costs import save_costs
-
     plan = make_plan(toy(*LAYERS))
-    save_costs(tmp_path / "costs.json", {(0, op, unit): 1e-3 for unit in range(len(plan.table.units)) for op in (
-        Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)}, "", 1)
+    ops = Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT
+    costs = {(0, op, unit): 1e-3 for unit in range(len(plan.table.units)) for op in ops}
+    save_costs(tmp_path / "costs.json", costs, "", 1)
     table = make_plan(toy(*LAYERS, f"parallel.costs={tmp_path}")).table
     assert table.pair is not None and set(table.pair.units) == {(1e-3, 1e-3, 1e-3)}
     flops = sum(3 * (unit.forward_flops + 1) for unit in table.units)

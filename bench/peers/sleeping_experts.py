@@ -54,7 +54,7 @@ from threed.program.check import check
 from threed.program.entries import ComputeUnit
 from threed.program.handed import leaving
 from threed.program.instruction import COMPUTE, Instruction, Op
-from threed.program.pair_costs import cost_in_pair
+from threed.program.pairs import cost_in_pair
 from threed.program.plan import Plan
 from threed.program.settings import PairSettings
 from threed.program.table import Table

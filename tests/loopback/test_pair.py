@@ -6,9 +6,9 @@ import pytest
 
 from tests.harness import loopback, same_bits
 from tests.loopback.test_experts import BIAS, FULL, MESHES, PP, SHARED, SP, moe
-from threed.features.travel.pair import has_pairs
 from threed.planner import make_plan
 from threed.planner.facts import unpaired
+from threed.program.pairs import has_pairs
 from threed.schedules.orders import SCHEDULES
 
 PAIR = "parallel.pair=true"
@@ -32,6 +32,11 @@ CELLS = {
     "dense-between": ["parallel.schedule=zb-v", "model.moe_every=2"],
     "penalties": ["parallel.schedule=dualpipe-v", "model.balance=sequence", "model.z_loss=0.01", *SHARED],
     "tp": [*SP, "parallel.schedule=1f1b"],
+    "tied": ["parallel.schedule=v-half", "model.tie_embeddings=true"],
+    "tied-one-position": ["parallel.pp=1", "parallel.schedule=zb-h1", "model.tie_embeddings=true", *FULL,
+                          "model.vocab=30000", "model.layers=2"],
+    "delayed": ["parallel.schedule=zb-v", "offload.optimizer=cpu", "offload.delayed_update=true"],
+    "verified": ["parallel.schedule=dualpipe-v", "run.verify_every=1", "train.eval_every=1", "zero.stage=2"],
     "one-position": ["parallel.pp=1", "parallel.schedule=1f1b"],
 }
 
@@ -50,7 +55,7 @@ def test_there_are_pairs(name):
     """But where a schedule would only wait: each pair ends later than its first part would."""
     plan, plain = (make_plan(config_of(name, *more)) for more in ([PAIR], []))
     assert not any(has_pairs(program, plain.table) for program in plain.programs["train"])
-    waits = name in ("v-half", "v-min")
+    waits = name in ("v-half", "v-min", "tied")
     assert [has_pairs(program, plan.table) for program in plan.programs["train"]] == (
         [not waits] * len(plan.programs["train"]))
     assert bool(unpaired(plan)) == waits and not unpaired(plain)

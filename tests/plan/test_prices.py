@@ -219,10 +219,10 @@ def test_refusals(overrides, said):
 
 
 def test_advise_experts():
-    """Other numbers of ranks that hold all experts, where there are experts."""
+    """Other numbers of ranks that hold all experts, and pairs, where there are experts."""
     config = load("configs/toy-moe.yaml", ["model.layers=2", "train.global_batch_size=8"])
     rows = {row["setting"]: row for row in advise(config, Hardware()) if "parallel." in row["setting"]}
-    assert rows.keys() == {"parallel.ep=1", "parallel.ep=4"}
+    assert rows.keys() == {"parallel.ep=1", "parallel.ep=4", "parallel.pair=True"}
     assert rows["parallel.ep=4"]["fixed_bytes"] < rows["parallel.ep=1"]["fixed_bytes"]
     assert not any("parallel.ep" in changes for changes in neighbours(load("configs/toy.yaml")))
 

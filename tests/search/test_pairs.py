@@ -15,12 +15,12 @@ FEW = ["parallel.ep=8", "parallel.tp=1", "parallel.pp=2", "zero.stage=1", "activ
        "parallel.schedule=zb-v", "parallel.axis_order=dp-pp-tp"]
 
 
-def found(*overrides: str, file=None):
+def layouts(*overrides: str, file=None):
     return threed.search(file or "configs/toy-moe.yaml", 16, [*MOE, *FEW, *overrides], "h100-sxm")["layouts"]
 
 
 def test_pairs_are_tried():
-    best, alone, fixed = found()[0], found("parallel.pair=false")[0], found("parallel.pair=true")[0]
+    best, alone, fixed = layouts()[0], layouts("parallel.pair=false")[0], layouts("parallel.pair=true")[0]
     assert ", pairs" in best["layout"] and best["changes"]["parallel.pair"] is True
     assert ", pairs" not in alone["layout"] and alone["step_s"] > best["step_s"]
     assert fixed == best
@@ -31,6 +31,6 @@ def test_pairs_are_tried():
 
 def test_nothing_to_pair():
     with pytest.raises(InputError, match="no exchanges, or no schedule"):
-        found("parallel.pair=true", "parallel.ep=1")
+        layouts("parallel.pair=true", "parallel.ep=1")
     with pytest.raises(InputError, match="no exchanges, or no schedule"):
-        found("parallel.pair=true", "parallel.schedule=gpipe")
+        layouts("parallel.pair=true", "parallel.schedule=gpipe")

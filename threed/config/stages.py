@@ -51,13 +51,13 @@ def check_folds(config: Config) -> Iterator[Problem]:
 
 def check_pair(config: Config) -> Iterator[Problem]:
     """There is something that travels while others compute."""
-    if not config.parallel.pair or config.model.own_layers:
+    if not config.parallel.pair:
         return
     sizes = {**config.axis_sizes, **config.fold_sizes}
     if all(sizes.get(way.over, 2) == 1 for layer in layers_of(config) for way in layer.travels.values()):
-        ep = ": raise parallel.ep" if folds_of(config) else ""
+        ep = "raise parallel.ep, or " if not config.model.own_layers and folds_of(config) else ""
         yield Problem.of("parallel.pair", "=true lets tensors travel between ranks while others are "
-                         f"computed, and none travels here{ep}; or leave it out")
+                         f"computed, and none travels here: {ep}leave it out")
 
 
 def check_stages(config: Config) -> Iterator[Problem]:

@@ -222,13 +222,13 @@ def _all_of(table: Table, same: Sequence[int]) -> ParameterUnit:
 def _sum_of(table: Table, same: Same, number: dict[int, int], unit_of: dict[int, int]) -> ComputeUnit:
     """What `Merged.cost` looks up is left out."""
     units, count = [table.units[u] for u in same[0]], len(same)
-    kept = [table.size(Slot("kept", u)) if unit.recompute else unit.saved_bytes
+    saved = [table.size(Slot("kept", u)) if unit.recompute else unit.saved_bytes
             for u, unit in zip(same[0], units, strict=True)]
     first, alone = units[0], len(units) == 1
     return replace(
         first, parameters=tuple(number[p] for p in _held(table, same[0])), output=units[-1].output,
         kernels=count * tuple(chain(*(unit.kernels for unit in units))),
-        saved_bytes=count * (first.saved_bytes if alone else sum(kept)),
+        saved_bytes=count * (first.saved_bytes if alone else sum(saved)),
         operand_bytes=count * sum(unit.operand_bytes for unit in units),
         recompute=first.recompute and alone, adds=first.adds and alone, makes=first.makes if alone else (),
         reads=tuple(read._replace(unit=unit_of[read.unit]) for read in first.reads) if alone else ())

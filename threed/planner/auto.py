@@ -4,6 +4,7 @@ torch."""
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 
 from threed.base.errors import InputError
@@ -79,19 +80,23 @@ def marked_table(config: Config, pipeline: Pipeline) -> Table:
 def _budgeted(config: Config, pipeline: Pipeline, table: Table) -> Table:
     """The table with the units marked that `activation.policy=budget` recomputes. Raises InputError where
     even recomputing all of them keeps more than the budget."""
-    budget = parse_bytes(config.activation.budget or 0)
+    budget = target = parse_bytes(config.activation.budget or 0)
+    alone = replace(table, pair=None)  # to put pairs in order takes long
 
-    def peaks(chosen: Collection[int]) -> list[int]:
+    def peaks(chosen: Collection[int], table: Table = alone) -> list[int]:
         plan = run_passes(config, pipeline, activation.mark(table, chosen))
         return [row.activation_peak_bytes for row in stages(Analysis(plan))]
 
-    chosen = activation.choose(table, [parts[0] for parts in unit_costs(config)], peaks, budget)
-    if chosen is None:
-        least = max(peaks(activation.worthwhile(table)))
-        raise InputError(f"activation.budget={config.activation.budget}: with every unit recomputed a rank "
-                         f"still keeps {show_bytes(least)} of activations at its peak; raise the budget, "
-                         "lower train.micro_batch_size, or use a schedule that keeps fewer micro-batches")
-    return activation.mark(table, chosen)
+    costs = [parts[0] for parts in unit_costs(config)]
+    while (chosen := activation.choose(alone, costs, peaks, target)) is not None:
+        above = max(peaks(chosen, table)) - budget if table.pair else 0
+        if above <= 0:
+            return activation.mark(table, chosen)
+        target -= above
+    least = max(peaks(activation.worthwhile(table), table))
+    raise InputError(f"activation.budget={config.activation.budget}: with every unit recomputed a rank "
+                     f"still keeps {show_bytes(least)} of activations at its peak; raise the budget, "
+                     "lower train.micro_batch_size, or use a schedule that keeps fewer micro-batches")
 
 
 def _times(config: Config, place: tuple[int, ...]) -> StageTimes | None:

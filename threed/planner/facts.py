@@ -18,7 +18,6 @@ from threed.base.remember import remembered
 from threed.config.stages import stage_runs
 from threed.features.offload import plan as offload
 from threed.features.pipeline.parts import NODE_RANKS, cut, settings
-from threed.features.travel.pair import has_pairs
 from threed.features.zero import plan as zero
 from threed.features.zero.shard import FlatLayout, layout
 from threed.models.layers.base import Layer
@@ -38,6 +37,7 @@ from threed.planner.unit_kinds import (
 from threed.program.costs import load_costs
 from threed.program.entries import ComputeUnit, Handed, ParameterUnit, Reduction
 from threed.program.instruction import PHASES, Instruction, Op, Tier
+from threed.program.pairs import has_pairs
 from threed.program.plan import Plan
 from threed.program.settings import (
     ActivationSettings,
@@ -266,7 +266,7 @@ def _pair(config: Config, units: Sequence[ComputeUnit]) -> PairSettings | None:
         return None
     costs, mesh = unit_costs(config), make_mesh(config)
     # In what `costs` are: seconds of a run, or FLOPs
-    rate = sum(map(sum, costs)) / sum(3 * (unit.forward_flops + 1) for unit in units)
+    rate = sum(forward for forward, *_ in costs) / sum(unit.forward_flops + 1 for unit in units)
     trips = [each.trip for unit in units for each in unit.makes if each.trip]
     groups = {trip.over: mesh.group(trip.over, 0) for trip in trips}
     far = {group: len({rank // NODE_RANKS for rank in ranks}) > 1 for group, ranks in groups.items()}

@@ -52,6 +52,7 @@ def neighbours(config: Config) -> Iterator[Changes]:
     for axis in () if config.model.own_layers else folds_of(config):
         ranks = math.prod(config.axis_sizes[each] for each in FOLDS[axis].axes)
         yield from ({f"parallel.{axis}": size} for size in divisors(ranks))
+        yield {"parallel.pair": not config.parallel.pair}
     if config.precision.dtype != "fp32":
         yield {"precision.grad_dtype": config.precision.dtype}
         yield {"precision.reduce_dtype": config.precision.dtype}

@@ -20,7 +20,7 @@ from threed.program.instruction import COMPUTE, PARTS, PHASES, Instruction, Op, 
 from threed.program.plan import Plan
 from threed.program.simulate import Costs, cost_of
 from threed.program.table import Table
-from threed.program.traffic import moved_by, sent_by, times_of
+from threed.program.traffic import moved_by, sent_by
 from threed.program.walk import Cost
 from threed.spec.kernels import FROZEN, Product
 
@@ -190,7 +190,7 @@ class _Travel:
         if not sent:
             return 0.0
         way = self.travel.exchange if instruction.op == Op.EXCHANGE else self.travel.ring
-        return way(sent, self.places[instruction.group], times_of(self.table, instruction))
+        return way(sent, self.places[instruction.group])
 
 
 def _places(plan: Plan, hardware: Hardware) -> dict[str, GroupPlace]:

@@ -70,7 +70,7 @@ def priced(analysis: Analysis, hardware: str, costs: str | Path | None,
                          "or the model has no experts); leave it out")
     if imbalance > (most := max(uneven(plan.table).values(), default=1)):
         raise InputError(f"imbalance={imbalance:g}: where {most} ranks hold all experts of a block together, "
-                         f"one gets at most {most} times the rows of balanced ones")
+                         f"one gets at most {most} times the rows of balanced ones; give at most {most}")
     if imbalance != 1 and costs is not None:
         raise InputError(f"imbalance={imbalance:g}: measured costs have that of their run; leave one of the "
                          "two out")

@@ -202,8 +202,9 @@ def working(analysis: Analysis, position: int, transient: Callable[[Instruction]
     """Bytes of activations and temporaries of a position at each instruction of a program."""
     held = analysis.memory(position, name).total(*activations(analysis.table))
     forms = analysis.links_at(name, position).forms
-    beside = {form: transient(form.item) if form.item.op in COMPUTE else 0 for form in dict.fromkeys(forms)}
-    return [size + beside[form] for size, form in zip(held, forms, strict=True)]
+    temporaries = {form: transient(form.item) if form.item.op in COMPUTE else 0
+                   for form in dict.fromkeys(forms)}
+    return [size + temporaries[form] for size, form in zip(held, forms, strict=True)]
 
 
 class _Alone(Comm):

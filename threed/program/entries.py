@@ -21,7 +21,6 @@ class Trip(NamedTuple):
     # EXCHANGE: (tensor, how many units before this one its maker is) of the rows that a rank gives to each,
     # and takes of each; none: equally many.
     counts: tuple[tuple[str, int], ...] = ()
-    times: int = 1  # how many messages it stands for (in a plan for prices, in which units are merged)
 
 
 class Handed(NamedTuple):

@@ -100,7 +100,8 @@ def legend(plan: Plan, name: str = "train") -> str:
     texts = {Op.FORWARD: "a forward of a stage drawn as 1", Op.BACKWARD: "a backward as 2",
              Op.BACKWARD_INPUT: "each half of a split backward as 1: B the input's gradient, W the weights'",
              Op.EXCHANGE: "all exchanges of a forward or a backward as 1, below the positions"}
-    return ", ".join(text for op, text in texts.items() if op in ops)
+    far = any(each.trip and each.trip.ranks > 1 for unit in plan.table.units for each in unit.makes)
+    return ", ".join(text for op, text in texts.items() if op in ops and (far or op != Op.EXCHANGE))
 
 
 def listing(plan: Plan, position: int, name: str = "train") -> str:

@@ -45,15 +45,6 @@ def _of_slot(table: Table, instruction: Instruction) -> int:
     return ring(min(move.handed.bytes, trip.bytes) if trip.by == Op.EXCHANGE else trip.bytes, trip.ranks)
 
 
-def times_of(table: Table, instruction: Instruction) -> int:
-    """How many messages an instruction that communicates stands for: 1, but where units are merged."""
-    if not instruction.of_slot or instruction.kind in PARTS:
-        return 1
-    trip = move_of(instruction, table).handed.trip
-    assert trip is not None
-    return trip.times
-
-
 def _reduced_bytes(table: Table, unit: ParameterUnit, step: Reduction) -> int:
     part = ring(step.numel * step.bytes, step.ranks)
     if step.group != unit.shard_group:

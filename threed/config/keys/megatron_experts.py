@@ -154,10 +154,10 @@ OF_DEEPSPEED = (
 )
 
 
-def notes(found: Given) -> list[str]:
+def notes(given: Given) -> list[str]:
     """What Megatron-LM does by default with experts, and threed does not."""
-    tp, size = found.get("tensor_model_parallel_size", 1), "expert_tensor_parallel_size"
-    if not _has(found) or found.get("deepspeed") or size in found or tp == 1:
+    tp, size = given.get("tensor_model_parallel_size", 1), "expert_tensor_parallel_size"
+    if not _has(given) or given.get("deepspeed") or size in given or tp == 1:
         return []
     return [f"an expert is whole on its rank here, and cut over tp={tp} there by default "
             f"(--{size.replace('_', '-')}): a larger parallel.ep, which takes ranks of tp, too, leaves less "

@@ -10,7 +10,7 @@ from threed.base.errors import PlanError
 from threed.program.forms import Forms
 from threed.program.handed import leaving, move_of
 from threed.program.instruction import COMPUTE, Instruction, Op, Programs
-from threed.program.pair_costs import cost_in_pair
+from threed.program.pairs import cost_in_pair
 from threed.program.table import Table
 from threed.schedules.orders import Order
 

@@ -15,11 +15,11 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby, pairwise
 from typing import NamedTuple
 
-from threed.program.effects import effects
+from threed.program.effects import Effects, effects
 from threed.program.handed import leaving
-from threed.program.instruction import BACKWARDS, COMPUTE, Instruction, Op, Programs
+from threed.program.instruction import BACKWARDS, COMPUTE, Instruction, Op, Programs, Slot
 from threed.program.link import follow
-from threed.program.pair_costs import cost_in_pair
+from threed.program.pairs import cost_in_pair
 from threed.program.table import Table
 from threed.schedules.arrange import LaneTask, arrange
 from threed.schedules.orders import Task, needs
@@ -143,7 +143,7 @@ class _Walk:
         seen = [effects(item, self.table, position) for item in items]
         before: list[set[int]] = [set() for _ in items]
         also = _one_ahead(items) if moves else _in_turn(items)
-        for earlier, later in (*follow(enumerate(seen), ()).pairs, *also):
+        for earlier, later in (*follow(enumerate(seen), ()).pairs, *_added(seen), *also):
             before[later].add(earlier)
         jobs = [LaneTask(cost_in_pair(item, self.table), effect.lane, tuple(sorted(mine)))
                 for item, effect, mine in zip(items, seen, before, strict=True)]
@@ -159,13 +159,6 @@ class _Walk:
         """Those of a backward, if it has gradients of weights."""
         learns = any(self.table.parameters[p].trains for p in self.table.units[item.unit].parameters)
         return [item._replace(op=op) for op in BACKWARDS[1:]] if item.op == Op.BACKWARD and learns else [item]
-
-
-def has_pairs(program: Sequence[Instruction], table: Table) -> bool:
-    """Whether a program computes anything amid the units of a forward of a stage."""
-    tasks = [task for task, _ in groupby(_task(item, table) for item in program if item.op in COMPUTE)]
-    forwards = [task for task in tasks if task.kind == "F"]
-    return len({*forwards}) < len(forwards)
 
 
 def _runs(program: Sequence[Instruction], table: Table) -> Iterator[_Run]:
@@ -186,6 +179,16 @@ def _task(item: Instruction, table: Table) -> Task:
 
 def _named(items: Sequence[Instruction], microbatches: Sequence[int]) -> list[Instruction]:
     return [item._replace(microbatch=microbatches[item.microbatch]) for item in items]
+
+
+def _added(seen: Sequence[Effects]) -> Iterator[tuple[int, int]]:
+    """What is added to one slot is added in the order of the program: another order has other bits."""
+    last: dict[Slot, int] = {}
+    for index, effect in enumerate(seen):
+        for slot in effect.adds:
+            if slot in last:
+                yield last[slot], index
+            last[slot] = index
 
 
 def _in_turn(items: Sequence[Instruction]) -> Iterator[tuple[int, int]]:

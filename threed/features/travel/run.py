@@ -64,7 +64,7 @@ class TravelRun:
         """What comes of the other ranks, when it is there (on a GPU: for the current stream)."""
         size = group.size()
         if not value.dim():
-            raise self._wrong(move, "a number: it must have rows")
+            raise self._wrong(move, ", but it is a number and must have rows", f"{value.item():g}")
         gives, takes = self._counted(move, counts, value, size) if op == Op.EXCHANGE else ([], [])
         if size == 1:
             return value.contiguous()
@@ -86,8 +86,8 @@ class TravelRun:
         rows = len(value)
         if not counts:
             if rows % size:
-                raise self._wrong(move, f"{rows} rows, equally many for each of {size} ranks: send a "
-                                  "multiple, or say how many rows each gets (gives, takes)")
+                raise self._wrong(move, f", equally many rows to each of {size} ranks: send a multiple, or "
+                                  "say how many rows each gets (gives, takes)", f"{rows} rows")
             return [rows // size] * size, [rows // size] * size
         if move.back:
             takes, gives = self._rows.pop(move.target)
@@ -96,20 +96,20 @@ class TravelRun:
         for (name, _), count in zip(move.handed.trip.counts if move.handed.trip else (), counts, strict=True):
             each = count().cpu()
             if not each.dim() or len(each) != size or each.dtype != torch.int64 or (each < 0).any():
-                raise self._wrong(move, f"rows by the counts '{name}'={each.tolist()}: they must be {size} "
-                                  "whole numbers of at least 0, one a rank of the group")
+                raise self._wrong(move, f" by the counts '{name}', which must be {size} whole numbers "
+                                  "of at least 0, one a rank of the group", f"they are {each.tolist()}")
             known.append(each.reshape(size, -1))
         gives, takes = (list(map(sum, each.tolist())) for each in known)
         if sum(gives) != rows:
-            raise self._wrong(move, f"{rows} rows, and the counts for the ranks, {gives}, add up to "
-                              f"{sum(gives)}: send as many rows as the counts say")
+            raise self._wrong(move, ", but not as many rows as the counts say: send as many",
+                              f"{rows} rows, and {gives} for the ranks are {sum(gives)},")
         self._rows[gradient_of(move.source)] = gives, takes
         self.arrivals.add(move, known[1], rows, value.itemsize * value.shape[1:].numel())
         return gives, takes
 
-    def _wrong(self, move: Move, what: str) -> RunError:
+    def _wrong(self, move: Move, what: str, seen: str) -> RunError:
         """The first line is the same wherever it happens, so that a repetition is known as one."""
         trip = move.handed.trip
-        return RunError(f"layer {self.table.units[move.source.unit].name} sends of '{move.handed.name}' over "
-                        f"{trip.over if trip else ''} {what}\n  on rank {self.comm.rank} ({self.comm.here}), "
-                        f"in micro-batch {move.source.microbatch}")
+        return RunError(f"layer {self.table.units[move.source.unit].name} sends '{move.handed.name}' over "
+                        f"{trip.over if trip else ''}{what}\n  {seen} on rank {self.comm.rank} "
+                        f"({self.comm.here}), in micro-batch {move.source.microbatch}")

@@ -23,6 +23,7 @@ from threed.base.mesh import GROUPS
 from threed.program.entries import Reduction
 from threed.program.forms import Forms
 from threed.program.instruction import Instruction, Op, Programs, insert
+from threed.program.pairs import has_pairs
 from threed.program.settings import Elements
 from threed.program.table import Table
 
@@ -141,8 +142,9 @@ def _gather(program: Program, table: Table, position: int, known: Forms) -> Prog
         releases[last[unit]].append(unit)
     if len(once) < len(last):
         windowed = [(index, [unit for unit in units if unit not in once]) for index, units in uses]
-        window([use for use in windowed if use[1]], _capacity(table, position), table.zero.prefetch, gathers,
-               releases)
+        runs = 2 if has_pairs(program, table) else 1  # as many for each of two that are computed together
+        window([use for use in windowed if use[1]], runs * _capacity(table, position), table.zero.prefetch,
+               gathers, releases)
     groups = {unit: table.parameters[unit].shard_group for unit in last}
     before = {index: [Instruction(Op.GATHER, unit, group=groups[unit]) for unit in units]
               for index, units in gathers.items()}
@@ -151,16 +153,14 @@ def _gather(program: Program, table: Table, position: int, known: Forms) -> Prog
 
 
 def _capacity(table: Table, position: int) -> int:
-    """How many windowed units may be resident, besides those that are gathered ahead: as many for each of two
-    runs that are computed together."""
-    runs = 1 if table.pair is None else 2
+    """How many windowed units may be resident, besides those that are gathered ahead."""
     if isinstance(table.zero.residency, int):
-        return runs * table.zero.residency
+        return table.zero.residency
     of_stage: dict[int, set[int]] = defaultdict(set)
     for unit in table.units_of(position):
         of_stage[table.units[unit].stage].update(p for p in table.units[unit].parameters
                                                  if not table.parameters[p].whole)
-    return runs * max(map(len, of_stage.values()))
+    return max(map(len, of_stage.values()))
 
 
 def window(uses: list[tuple[int, list[int]]], capacity: int, prefetch: int, gathers: dict[int, list[int]],

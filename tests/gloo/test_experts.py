@@ -32,6 +32,9 @@ CASES = {
     "groups-cpu-interleaved": ["parallel.dp=4", "parallel.tp=1", "parallel.sequence_parallel=false",
                                "parallel.ep=2", "zero.stage=3", "zero.shard_size=2", "offload.optimizer=cpu",
                                "parallel.schedule=interleaved", "parallel.virtual_stages=2"],
+    "pairs-dualpipe-v": ["parallel.ep=2", "parallel.schedule=dualpipe-v", "parallel.pair=true",
+                         "zero.stage=2", "model.layers=4", "model.expert_ffn_hidden=96",
+                         "train.global_batch_size=16"],
     "one-rank-of-experts": ["parallel.ep=1", "zero.stage=2", *BIAS],
 }
 

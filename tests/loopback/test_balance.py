@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.harness import batches
+from tests.harness import batches, tiny
 from tests.loopback.test_experts import BF16, BIAS, MESHES, PP, moe
 from tests.loopback.test_saved import watch
 from tests.reference import Picks
@@ -187,4 +187,4 @@ def test_biases_have_32_bits(more, monkeypatch):
 
 
 def test_no_experts_no_metrics():
-    assert metrics_of(moe("model.first_dense=2", VERIFY))[0] == [{}] * STEPS
+    assert metrics_of(tiny("model.layers=2", "model.hidden=16", VERIFY))[0] == [{}] * STEPS

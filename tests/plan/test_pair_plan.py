@@ -12,7 +12,7 @@ from threed.program.costs import save_costs
 from threed.program.instruction import Op
 from threed.program.pairs import cost_in_pair, has_pairs
 from threed.program.show import grid, legend
-from threed.schedules.orders import SCHEDULES, one_f_one_b
+from threed.schedules.orders import SCHEDULES, Schedule, one_f_one_b
 
 TOY, PAIR = "configs/toy-moe.yaml", "parallel.pair=true"
 LAYERS = ["model.layers=16", "model.tie_embeddings=false", "parallel.tp=1",
@@ -32,6 +32,13 @@ def toy(*overrides: str):
 def test_refused(path, overrides, says):
     with pytest.raises(ConfigError, match=says):
         threed.load(path, [PAIR, *overrides])
+
+
+def test_a_schedule_of_a_script_is_refused(monkeypatch):
+    """A row that a script adds says of itself whether it has pairs."""
+    monkeypatch.setitem(SCHEDULES, "mine", Schedule(one_f_one_b, paired=False))
+    with pytest.raises(ConfigError, match=r"parallel\.pair=true"):
+        toy("parallel.schedule=mine")
 
 
 def test_one_more_forward_ahead():

@@ -87,6 +87,11 @@ class Rule(NamedTuple):
     problem: Problem
 
 
+def _has_pairs(schedule: str) -> bool:
+    row = SCHEDULES.get(schedule)  # looked up at each call, as `axes` does
+    return row is None or bool(row.paired)
+
+
 _UNPAIRED = tuple(name for name, row in SCHEDULES.items() if not row.paired)
 RULES = (
     Rule(lambda cell: cell.stage == 0 and cell.shard_groups, Problem.of(
@@ -98,7 +103,7 @@ RULES = (
     Rule(lambda cell: cell.offload.endswith("+parameters") and cell.stage < 3, Problem.of(
         "offload.parameters", " needs zero.stage=3: below it every device holds whole parameters all the "
         "time")),
-    Rule(lambda cell: cell.experts == "pair" and cell.schedule in _UNPAIRED, Problem.of(
+    Rule(lambda cell: cell.experts == "pair" and not _has_pairs(cell.schedule), Problem.of(
         "parallel.pair", "=true computes a forward and a backward together, and a schedule that runs all "
         f"forwards first ({', '.join(_UNPAIRED)}) has none that are neighbours; choose another "
         "parallel.schedule: zb-v and dualpipe-v gain most for the memory that they take")),

@@ -180,7 +180,9 @@ class Measured:
         shared = list(self.context.rotary(torch.device("cpu")))  # one table a rank
         if isinstance(self.batch.num_tokens, torch.Tensor):  # one number
             shared.append(self.batch.num_tokens)
-        others = {_number(tensor) for tensor in (*self.weights.values(), *self.reads.values(), *shared)}
+        # Until backward what it reads is a slot of its own, but for what forward uses up.
+        reads = [read for name, read in self.reads.items() if name not in self.layer.spent]
+        others = {_number(tensor) for tensor in (*self.weights.values(), *reads, *shared)}
         handed = {_number(tensor) for tensor in out.makes.values()}  # they are slots of their own
         kept = tuple(Saved(f"{list(tensor.shape)} {tensor.dtype}", tensor.untyped_storage().nbytes())
                      for number, tensor in saved.items() if number not in others | handed)

@@ -90,6 +90,9 @@ class Layer(Part):
     tokens = False  # whether it embeds the batch's tokens; the first layer does
     loss = False  # whether it adds to the loss or has a penalty; the last layer does
     reads: tuple[str, ...] = ()  # names of tensors that earlier layers hand it
+    # Of those that it reads, what has travelled and forward uses up: backward needs none of its values. It is
+    # freed then, unless the layer is computed again.
+    spent: tuple[str, ...] = ()
     # Shapes of those that it reads that have not the shape of the residual stream: name -> shape.
     shapes: Mapping[str, tuple[int, ...]] = {}
     # Those that it makes or reads to which no gradient belongs: name -> dtype, such as int64. What it made of

@@ -319,6 +319,7 @@ class Collects(Layer):
     """Adds up the rows of each token."""
 
     adds, reads, without_grad = True, ("returned", "picks"), {"picks": "int64"}
+    spent = ("returned",)  # the gradient of a sum is a copy
 
     def __init__(self, model: ExpertsConfig, index: int):
         self.model, self.name = model, f"blocks.{index}.collect"

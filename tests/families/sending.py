@@ -57,7 +57,7 @@ class Computes(Layer):
 class Collects(Layer):
     """Adds the rows that came back."""
 
-    adds, reads = True, ("returned",)
+    adds, reads, spent = True, ("returned",), ("returned",)
 
     def __init__(self, index: int):
         self.name = f"blocks.{index}.collect"

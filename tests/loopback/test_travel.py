@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from pathlib import Path
 
 import pytest
 
-from tests.harness import assert_contract, batches, loopback, tiny
+from tests.harness import assert_contract, batches, loopback, same_bits, tiny
 from tests.recorder import record_on_cpu
 from threed.base.errors import ThreedError
 from threed.comm.group import Comm
@@ -123,6 +124,55 @@ def test_what_travels_is_freed():
     assert Slot("came", 1, 0) in effects(Instruction(Op.FORWARD, 2, 0, keep="none"), table, 0).frees
 
 
+SPENT = """
+from threed.extend import Embedding, Family, Head, added
+from tests.families.travelling import Attends, Collects, Computes, TravellingConfig
+
+class Spends(Collects):
+    spent = {spent}
+
+    def forward(self, x, batch, returned):
+        rows = returned.unflatten(0, (-1, len(batch.samples_B)))
+        return added(x, rows{square})
+
+def layers(model):
+    blocks = [(Attends(model, at), Computes(model, at), Spends(at)) for at in range(model.layers)]
+    return [Embedding(model), *(layer for block in blocks for layer in block), Head(model)]
+
+SPENT = Family(layers, TravellingConfig)
+"""
+
+
+def spending(folder: Path, spent: str, square: str, *more: str) -> Config:
+    file = folder / f"spending_{len(spent)}_{len(square)}.py"
+    file.write_text(SPENT.format(spent=spent, square=square))
+    return tiny(*SMALL, f"model.family={file}:SPENT", *more)
+
+
+@pytest.mark.parametrize("more", [[], FULL, ZB, ["train.eval_every=1"]], ids=str)
+def test_what_is_used_up_is_freed_by_forward(more, tmp_path, references):
+    """And its unit is not computed again, which would need it."""
+    config = spending(tmp_path, "('returned',)", "", *more)
+    plan = make_plan(config)
+    items = [(position, item) for positions in plan.programs.values()
+             for position, program in enumerate(positions) for item in program]
+    assert {item.op for position, item in items for slot in effects(item, plan.table, position).frees
+            if slot.kind == "returned"} == {Op.FORWARD}
+    assert not [item for _, item in items if item.op == Op.RECOMPUTE
+                and plan.table.units[item.unit].name.endswith("collect")]
+    assert_contract(config, references)
+
+
+@pytest.mark.parametrize("more", [[], FULL, ZB], ids=str)
+def test_spent_but_needed(more, tmp_path):
+    """A layer that needs the values after all: its numbers are right, and a measurement shows what it keeps.
+    """
+    squares = [spending(tmp_path, spent, " * rows", *more) for spent in ("()", "('returned',)")]
+    same_bits([loopback(config) for config in squares])
+    kept = [measured_cost(layers_of(config)[3], config).saved_bytes() for config in squares]
+    assert kept[1] - kept[0] == 8 * 16 * 4
+
+
 def test_graphs(monkeypatch, references):
     """CUDA graphs hold the computation, and what travels is outside them."""
     made = record_on_cpu(monkeypatch)
@@ -146,6 +196,7 @@ BAD = {
     "its own counts": ("gives = takes = 'rows'", r"'rows' travels over 'dp' by counts that it is itself"),
     "its own name": ("becomes = 'rows'", r"'rows' becomes 'rows', which is the name of another tensor"),
     "another's name": ("made, becomes = ('rows', 'came'), 'came'", r"'rows' becomes 'came', which is the"),
+    "spent, not read": ("spent = ('rows',)", r"layer b: `spent` names 'rows', but it may name only what"),
     "no room": ("room = -1.0", r"layer a: 'rows' travels over 'dp' with room=-1.0: it must be above 0"),
     "one unit": ("", r"layers a and b are one unit, and 'came' cannot travel between them: set "
                      r"parallel\.layers_per_unit=1"),
@@ -154,7 +205,7 @@ FILE = """
 from threed.extend import Embedding, Exchanged, Family, Head, Layer, Out
 
 reads, third, made, over, gives, takes = ("came",), (), ("rows",), "dp", "", ""
-becomes, room = "came", 1.0
+becomes, room, spent = "came", 1.0, ()
 {change}
 
 class A(Layer):
@@ -164,7 +215,7 @@ class A(Layer):
         return dict.fromkeys(made, 8)
 
 class B(Layer):
-    name, reads = "b", reads
+    name, reads, spent = "b", reads, spent
 
 class C(Layer):
     name, reads = "c", third

@@ -107,12 +107,21 @@ def test_pass_composes(schedule, others):
         assert threed.plan(config).digest != before.digest or "activation.policy=full" in others
 
 
-def test_optimizer(monkeypatch):
+@pytest.fixture
+def optimizers():
+    """The table, which has the same rows in the same order afterwards."""
+    rows = dict(OPTIMIZERS)
+    yield OPTIMIZERS
+    OPTIMIZERS.clear()
+    OPTIMIZERS.update(rows)
+
+
+def test_optimizer(monkeypatch, optimizers):
     """The guide's class is the one that threed ships, its row is enough, and its tests exist."""
     file, row = code("optimizer")
     shipped = (ROOT / "threed" / "optim" / "lion.py").read_text()
     assert file + "\n" == shipped.replace("threed.optim.base", "threed.extend")
-    monkeypatch.delitem(OPTIMIZERS, "lion")
+    del optimizers["lion"]
     monkeypatch.setattr(threed, "train", lambda *given: plans.append(threed.plan(threed.load(*given))))
     scope, plans = {"threed": threed}, []
     with pytest.raises(ConfigError, match="must be one of adamw, sgd"):
@@ -120,7 +129,7 @@ def test_optimizer(monkeypatch):
     exec(file, scope)
     exec(row, scope)
     (plan,) = plans
-    assert [buffer.name for buffer in OPTIMIZERS["lion"].buffers] == ["exp_avg"] and plan.digest
+    assert [buffer.name for buffer in optimizers["lion"].buffers] == ["exp_avg"] and plan.digest
     tests = (ROOT / "tests" / "loopback" / "test_optimizers.py").read_text()
     named = re.findall(r"^\| `(test_\w+)` \|", (EXTENDING / "optimizer.md").read_text(), re.MULTILINE)
     assert len(named) == 5 and all(f"def {name}(" in tests for name in named)

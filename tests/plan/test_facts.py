@@ -21,7 +21,7 @@ from threed.program.plan import Plan
 
 def layer(name: str, reads: tuple[str, ...] = (), makes: tuple[str, ...] = ()) -> Any:
     return SimpleNamespace(name=name, reads=reads, makes=lambda share: dict.fromkeys(makes, 4),
-                           without_grad={}, travels={})
+                           without_grad={}, travels={}, spent=())
 
 
 @pytest.mark.parametrize("names", [("act",), ("rad",), ("part",), ("shard",), ("kip", "gkip")])

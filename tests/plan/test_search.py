@@ -58,7 +58,8 @@ def test_runs(kinds, want):
 
 
 def test_waits_for_what_several_units_read():
-    """Of two exchanges, of 1 s and 5 s, the second runs while two units compute until a third reads it."""
+    """Of two exchanges, of 1 s and 5 s, the second runs while two units compute until a third reads it. With
+    full contention nothing is computed meanwhile."""
     makes = tuple(Handed(name, 8, trip=Trip(f"came_{name}", "ep", "EXCHANGE", 2, 8)) for name in "ab")
     reads = ((), (Read("came_a", 0, True, came=True),), (), (Read("came_b", 0, True, came=True),))
     table = make_table(threed.load("configs/toy.yaml", ["parallel.pp=1"]), (0,))
@@ -66,9 +67,9 @@ def test_waits_for_what_several_units_read():
         replace(unit, makes=made, reads=read)
         for unit, made, read in zip(table.units[1:], (makes, (), (), ()), reads, strict=False)))
     seconds = {"a": 1.0, "b": 5.0, "gcame_a": 1.0, "gcame_b": 5.0, Op.FORWARD: 2.0, Op.BACKWARD: 1.5}
-    waits = [[wait_s(table, u, op, lambda item: seconds[item.kind or item.op]) for u in range(4)]
-             for op in (Op.FORWARD, Op.BACKWARD)]
-    assert waits == [[6 - 2 * 2, 0, 0, 0], [6 - 2 * 1.5, 0, 0, 0]]
+    waits = [[wait_s(table, u, op, lambda item: seconds[item.kind or item.op], contention) for u in range(4)]
+             for op in (Op.FORWARD, Op.BACKWARD) for contention in (0.0, 1.0)]
+    assert waits == [[6 - 2 * 2, 0, 0, 0], [2 * 2, 0, 0, 0], [6 - 2 * 1.5, 0, 0, 0], [2 * 1.5, 0, 0, 0]]
 
 
 @pytest.mark.parametrize("chosen, units", [([], 1 + 1 + 1), (["model.moe_every=2"], 1 + 2 + 1),
@@ -83,7 +84,7 @@ def test_merged_experts(chosen, units):
     assert sums(few.table) == sums(table)
     for op in (Op.FORWARD, Op.BACKWARD):
         takes = few.cost(Plan(few.table, {}, config), H100)
-        waits_s = sum(wait_s(table, u, op, price) for u in range(len(table.units)))
+        waits_s = sum(wait_s(table, u, op, price, H100.contention) for u in range(len(table.units)))
         assert waits_s > 0 and sum(takes(0, Instruction(op, u, 0)) for u in range(units)) == pytest.approx(
             waits_s + sum(price(Instruction(op, u, 0)) for u in range(len(table.units))))
 

@@ -54,7 +54,7 @@ class Merged(NamedTuple):
             key = item.op, item.unit
             if key not in known:
                 groups = self.parts[item.unit]
-                known[key] = len(groups) * _takes(whole, groups[0], item.op, price)
+                known[key] = len(groups) * _takes(whole, groups[0], item.op, price, hardware.contention)
             return known[key]
 
         return seconds
@@ -103,12 +103,12 @@ def runs(kinds: Sequence[object]) -> Iterator[tuple[int, int, int]]:
         first = last
 
 
-def wait_s(table: Table, u: int, op: Op, price: Callable[[Instruction], float]) -> float:
-    """For how long nothing is computed behind a unit's FORWARD, or before its `op` of backward: what it hands
-    on travels. An exchange stands directly behind what makes its tensor, and what reads that is in the same
-    stage: only what lies between the two, and what is computed again for the first one's backward, can run
-    meanwhile. Of several that read, the one that waits longest counts: what an earlier one reads has
-    travelled before."""
+def wait_s(table: Table, u: int, op: Op, price: Callable[[Instruction], float], contention: float) -> float:
+    """How many seconds an exchange adds to computation behind a unit's FORWARD, or before its `op` of
+    backward: nothing is computed while what it hands on travels, or more slowly (`Hardware.contention`). An
+    exchange stands directly behind what makes its tensor, and what reads that is in the same stage: only what
+    lies between the two, and what is computed again for the first one's backward, can run meanwhile. Of
+    several that read, the one that waits longest counts: what an earlier one reads has travelled before."""
     trips = [(_reader(table, u, made.trip.becomes), made, made.trip) for made in table.units[u].makes
              if made.trip and made.trip.over in FOLDS]
     longest = 0.0
@@ -122,26 +122,27 @@ def wait_s(table: Table, u: int, op: Op, price: Callable[[Instruction], float]) 
             sent = sum(price(Instruction(back(trip.by), u, 0, gradient_kind(trip.becomes), group=trip.over))
                        for made, trip in until if made.grad)
             meanwhile += sum(_again_s(table, other, price) for other in range(u, reader))
-        longest = max(longest, sent - meanwhile)
+        longest = max(longest, sent - meanwhile, contention * min(sent, meanwhile))
     return longest
 
 
 def _reader(table: Table, maker: int, name: str) -> int:
     """The first unit that reads what comes of a unit's tensor; its maker, where it is only a count of others.
     """
-    return next((at for at, unit in enumerate(table.units)
-                 if any(read.unit == maker and read.name == name for read in unit.reads)), maker)
+    return next((at for at in range(maker + 1, len(table.units)) for read in table.units[at].reads
+                 if read.unit == maker and read.name == name), maker)
 
 
 def _again_s(table: Table, u: int, price: Callable[[Instruction], float]) -> float:
     return price(Instruction(Op.RECOMPUTE, u, 0)) if table.units[u].recompute else 0.0
 
 
-def _takes(table: Table, group: Group, op: Op, price: Callable[[Instruction], float]) -> float:
+def _takes(table: Table, group: Group, op: Op, price: Callable[[Instruction], float],
+           contention: float) -> float:
     """Seconds of an op of a group, with what it waits for; backward with what is computed again for it."""
     total = sum(price(Instruction(op, u, 0)) for u in group)
     if len(group) > 1 and op != Op.BACKWARD_WEIGHT:
-        total += sum(wait_s(table, u, op, price) for u in group)
+        total += sum(wait_s(table, u, op, price, contention) for u in group)
         total += sum(_again_s(table, u, price) for u in group) * (op != Op.FORWARD)
     return total
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 from threed.base.mesh import GROUPS
@@ -227,13 +227,18 @@ class ShortPlans:
         fast = replace(self.hardware, node_gbps=1e12, adapter_gbps=1e12, node_us=0.0, adapter_us=0.0)
 
         def spent(ops: Collection[Op], machine: Hardware, *free: Op) -> list[float]:
-            def seconds(count: int, position: int) -> float:
+            """By position."""
+            @cache
+            def seconds(count: int) -> list[float]:
                 made = self._plan(count)
                 price = made.cost(machine, (Op.EXCHANGE, *free))  # which units wait for
-                return sum(price(position, item) for item in made.analysis.plan.programs["train"][position]
-                           if item.op in ops)
+                return [sum(price(position, item) for item in program if item.op in ops)
+                        for position, program in enumerate(made.analysis.plan.programs["train"])]
 
-            return [self._whole(partial(seconds, position=position)) for position in range(self.p)]
+            def at(count: int, position: int) -> float:
+                return seconds(count)[position]
+
+            return [self._whole(partial(at, position=position)) for position in range(self.p)]
 
         def longer(ops: tuple[Op, ...]) -> float:
             return max(0.0, step_s - self.would_take_s(free=ops))

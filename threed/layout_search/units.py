@@ -38,7 +38,7 @@ class UnitCost(NamedTuple):
     kept_bytes: int  # where it is computed again: of its input
     operand_bytes: int
     again: bool  # whether it is computed again in backward
-    handed_bytes: int
+    handed_bytes: int  # until backward: what it makes for later units, and what has come
     logits_bytes: int  # of the kernels that make its loss, which need temporaries of this size
     temporary_bytes: int = 0  # of its kernels, about
     # For how long nothing is computed behind its forward, and before its backward: what it hands on travels.
@@ -148,10 +148,11 @@ class Units:
             forward_s, backward_s, weight_s, again_s = (price(0, Instruction(op, index, 0)) for op in (
                 Op.FORWARD, Op.BACKWARD, Op.BACKWARD_WEIGHT, Op.RECOMPUTE))
             logits = each.saved_bytes - each.operand_bytes if index == table.last else 0
-            waits = [wait_s(table, index, op, partial(price, 0)) for op in (Op.FORWARD, Op.BACKWARD)]
+            waits = [wait_s(table, index, op, partial(price, 0), self.hardware.contention)
+                     for op in (Op.FORWARD, Op.BACKWARD)]
             return UnitCost(forward_s, backward_s, weight_s, again_s, each.saved_bytes,
                             table.size(Slot("kept", index)), each.operand_bytes, each.recompute,
-                            sum(handed.bytes for handed in each.makes), logits,
+                            _handed_bytes(table, index), logits,
                             _temporary_bytes(each, table.elements.param), *waits)
 
         few = [unit(index) for index in range(len(table.units))]
@@ -159,6 +160,13 @@ class Units:
         if cut.every > 1:
             units = [each._replace(again=each.again and u % cut.every == 0) for u, each in enumerate(units)]
         return units
+
+
+def _handed_bytes(table: Table, index: int) -> int:
+    unit = table.units[index]
+    return sum(made.bytes for made in unit.makes if not made.leaves) + sum(
+        table.size(Slot(read.name, read.unit)) for read in unit.reads
+        if read.came and (unit.recompute or not read.spent))
 
 
 def _temporary_bytes(unit: ComputeUnit, element: int) -> int:

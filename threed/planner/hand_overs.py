@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from threed.base.errors import InputError
@@ -41,11 +41,13 @@ def hand_overs(units: Sequence[Sequence[Layer]]) -> list[HandOver]:
     of_unit = [dict[str, Made]() for _ in units]
     reads = [dict[str, int]() for _ in units]  # name -> its maker
     readers: dict[tuple[str, int], set[int]] = defaultdict(set)  # (name, maker) -> units
+    spent = [{name for layer in unit for name in layer.spent} for unit in units]
     for index, unit in enumerate(units):
         for layer in unit:
             for name in layer.reads:
                 _check_read(layer, name, index, made)
                 readers[name, made[name].unit].add(index)
+            _check_spent(layer, made)
             reads[index] |= {name: made[name].unit for name in _with_counts(layer.reads, made)
                              if made[name].unit != index}
             of_unit[index] |= (new := _makes(layer, index))
@@ -67,12 +69,12 @@ def hand_overs(units: Sequence[Sequence[Layer]]) -> list[HandOver]:
         if each.dtype is None and (count := len(readers[name, each.unit])) > 1:
             raise InputError(f"{count} layers read '{name}', which layer {each.layer} sends: the backward of "
                              "the one that reads it frees it; let that one hand it on")
-    return [_hand_over(index, of_unit, reads[index], last) for index in range(len(units))]
+    return [_hand_over(index, of_unit, reads[index], last, spent[index]) for index in range(len(units))]
 
 
 def _hand_over(unit: int, of_unit: Sequence[Mapping[str, Made]], reads: Mapping[str, int],
-               last: Mapping[tuple[str, int], int]) -> HandOver:
-    """`last`: (name, maker) -> the last unit that reads it."""
+               last: Mapping[tuple[str, int], int], spent: Collection[str]) -> HandOver:
+    """`last`: (name, maker) -> the last unit that reads it. `spent`: names of what its forward uses up."""
     mine = of_unit[unit]
     makes = {name for name, each in mine.items()
              if each.way is not None or (not each.source and (name, unit) in last)}
@@ -80,7 +82,8 @@ def _hand_over(unit: int, of_unit: Sequence[Mapping[str, Made]], reads: Mapping[
     return HandOver(
         tuple(sorted(makes)),
         tuple(Read(name, maker, last[name, maker] == unit, about[name].dtype is None,
-                   bool(about[name].source) and about[name].dtype is None) for name, maker in reads.items()),
+                   bool(about[name].source) and about[name].dtype is None, name in spent)
+              for name, maker in reads.items()),
         {name: Trip(each.way.becomes, each.way.over, each.way.by, 1, 0, each.counts)
          for name, each in mine.items() if each.way is not None})
 
@@ -138,6 +141,13 @@ def _check_read(layer: Layer, name: str, unit: int, made: Mapping[str, Made]) ->
     if made[name].source and made[name].unit == unit:
         raise InputError(f"layers {made[name].layer} and {layer.name} are one unit, and '{name}' cannot "
                          "travel between them: set parallel.layers_per_unit=1")
+
+
+def _check_spent(layer: Layer, made: Mapping[str, Made]) -> None:
+    for name in layer.spent:
+        if name not in layer.reads or not made[name].source or made[name].dtype is not None:
+            raise InputError(f"layer {layer.name}: `spent` names '{name}', but it may name only what the "
+                             "layer reads, what has travelled, and what has a gradient")
 
 
 def _check_way(layer: Layer, name: str, way: Gathered | Exchanged, made: Mapping[str, Made]) -> None:

@@ -182,5 +182,7 @@ def lowered(table: Table, program: Program) -> Counter[int]:
     """Parameter unit -> how often a reduced part of its gradient goes to the host in a program, of units
     whose parts are added up there. All but the first bring the sum to the device, where the part is added to
     it, and back: they move twice as much."""
+    if not any(map(table.streams, table.parameters)):  # a program is long
+        return Counter()
     return Counter(item.unit for item in program
                    if item.op == Op.OFFLOAD and item.kind == "gshard" and table.streams(item.unit))

@@ -86,7 +86,7 @@ def _forward(item: Instruction, table: Table, _: int) -> Effects:
     saved = _slots("kept" if item.keep == "input" else "saved", unit, microbatch, not forward_only)
     saved += _slots("logits", unit, microbatch, made and table.makes_logits(unit))
     last = [read.last for read in table.units[unit].reads] if forward_only else ()
-    unused = compress(tensors.reads, last)
+    unused = compress(tensors.reads, last) if forward_only else tensors.spent
     loss = (Slot("loss"),) if table.units[unit].loss and not made else ()
     return Effects("compute", (*_params(table, unit), *before, *tensors.reads),
                    (*after, *saved, *tensors.makes), adds=loss,
@@ -109,7 +109,7 @@ def _backward(item: Instruction, table: Table, _: int) -> Effects:
     tensors = passed(item, table)
     used = (Slot("saved", unit, microbatch), *_slots("grad", unit, microbatch, unit < table.last))
     used += (*tensors.held, *tensors.made_gradients)  # their readers ran backward before this unit
-    reads, adds = (*_params(table, unit), *used, *tensors.reads), tensors.read_gradients
+    reads, adds = (*_params(table, unit), *used, *tensors.stays), tensors.read_gradients
     writes = _slots("grad", unit - 1, microbatch, unit > 0)
     if item.op == Op.BACKWARD:
         adds = (*_wgrads(table, unit), *adds)

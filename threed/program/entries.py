@@ -47,6 +47,7 @@ class Read(NamedTuple):
     last: bool  # whether no later unit reads it
     grad: bool = True  # as its maker's
     came: bool = False  # whether it has travelled, and this unit's BACKWARD frees it
+    spent: bool = False  # came, and this unit's FORWARD frees it, unless it is computed again
 
 
 class Reduction(NamedTuple):

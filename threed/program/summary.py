@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from threed.base.mesh import AXES, FOLDS, QUIET
@@ -53,13 +53,18 @@ class StageSummary:
     disk_bytes: int
     snapshot_bytes: int  # on the host, of the copy from which a checkpoint is written
     activation_peak_bytes: int
-    slot_peak_bytes: dict[str, int]  # by kind of slot: the most over the step, on all tiers
     gathers: int
     reduces: int
     sent_bytes: dict[str, int]  # by axis
     moved_bytes: dict[str, int]  # between tiers, by lane
     frozen: Frozen | None  # None: all parameters are trained
     units: list[str]  # names of its compute units
+    alive: Memory  # of the step
+
+    @property
+    def slot_peak_bytes(self) -> dict[str, int]:
+        """By kind of slot: the most over the step, on all tiers."""
+        return {kind: most for kind in sorted(self.alive.changes) if (most := self.alive.peak(kind))}
 
     @property
     def fixed_bytes(self) -> int:
@@ -68,7 +73,10 @@ class StageSummary:
 
     def document(self) -> dict[str, Any]:
         """As JSON has it."""
-        return {key: value for key, value in asdict(self).items() if value is not None}
+        values = {field.name: getattr(self, field.name) for field in fields(self)
+                  if field.name not in ("alive", "frozen")}
+        return values | {"slot_peak_bytes": self.slot_peak_bytes} | (
+            {"frozen": asdict(self.frozen)} if self.frozen else {})
 
 
 def stages(analysis: Analysis) -> list[StageSummary]:
@@ -105,10 +113,9 @@ def stage(analysis: Analysis, position: int, alive: Memory) -> StageSummary:
         host_bytes=away[Tier.HOST] + pools.host_bytes(table), disk_bytes=away[Tier.DISK],
         snapshot_bytes=_snapshot_bytes(table, position),
         activation_peak_bytes=alive.peak(*activations(table)),
-        slot_peak_bytes={kind: most for kind in sorted(alive.changes) if (most := alive.peak(kind))},
         gathers=counts[Op.GATHER], reduces=counts[Op.REDUCE],
         sent_bytes=dict(sent), moved_bytes=dict(moved), frozen=_frozen(table, position),
-        units=[table.units[u].name for u in table.units_of(position)])
+        units=[table.units[u].name for u in table.units_of(position)], alive=alive)
 
 
 def parameter_bytes(table: Table, unit: int) -> int:

@@ -29,8 +29,17 @@ def mark(table: Table, units: Collection[int]) -> Table:
 
 
 def worthwhile(table: Table) -> list[int]:
-    """Units that keep more than their input; to recompute another unit would save no memory."""
-    return [u for u, unit in enumerate(table.units) if unit.saved_bytes > table.size(Slot("kept", u))]
+    """Units that keep more than what they are computed from; to recompute another unit would save no memory.
+    """
+    return [u for u in range(len(table.units)) if _saves(table, u) > 0]
+
+
+def _saves(table: Table, u: int) -> int:
+    """Bytes of a micro-batch by which a unit keeps less if it is recomputed. It keeps its input instead, and
+    what has come that its FORWARD would free."""
+    unit = table.units[u]
+    return unit.saved_bytes - table.size(Slot("kept", u)) - sum(
+        table.size(Slot(read.name, read.unit)) for read in unit.reads if read.spent)
 
 
 def choose(table: Table, costs: Sequence[float], peaks: Callable[[Collection[int]], list[int]],
@@ -43,8 +52,7 @@ def choose(table: Table, costs: Sequence[float], peaks: Callable[[Collection[int
     are removed, the costliest first. Exact where the units of a position are alike, as blocks are.
     """
     chosen: set[int] = set()
-    gain = {u: (table.units[u].saved_bytes - table.size(Slot("kept", u))) / costs[u]
-            for u in worthwhile(table)}
+    gain = {u: _saves(table, u) / costs[u] for u in worthwhile(table)}
     while over := [position for position, peak in enumerate(peaks(chosen)) if peak > budget]:
         left = [u for u in gain if u not in chosen]
         if not left:

@@ -23,7 +23,7 @@ from threed.comm.lanes import Handle
 from threed.features.pipeline.feed import Feed
 from threed.models.layers.base import Layer, Out
 from threed.models.tiling import layers_of, new_layers, share_of
-from threed.program.handed import gradient_of
+from threed.program.handed import gradient_of, passed
 from threed.program.instruction import WHOLES, Instruction, Op, Slot
 from threed.program.slots import Slots
 from threed.program.table import Table
@@ -85,6 +85,23 @@ class SavedGraph(NamedTuple):
     # Roots of its output, of the tensors for later units, and of its loss, those that it has; None where no
     # parameter trains, and no input has a gradient.
     roots: list[Any]
+
+
+class _Spent(torch.autograd.Function):
+    """A leaf with the values of another tensor, which the graph does not hold unless a node of it does."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grads[0], None
+
+
+def _like(tensor: torch.Tensor) -> torch.Tensor:
+    """A leaf of the same shape and dtype, without memory of its own."""
+    return tensor.new_empty(()).expand(tensor.shape).requires_grad_()
 
 
 def built(config: Config, table: Table, units: Iterable[int], context: Context,
@@ -201,9 +218,13 @@ class PipelineRun:
             value, leaves = self.stream(unit - 1).open(x, True)
         graded = {Slot(each.name, each.unit, microbatch)
                   for each in self.table.units[unit].reads if each.grad}
-        reads = {slot: value.detach().requires_grad_(slot in graded) for slot, value in given.items()}
+        spent = passed(Instruction(Op.FORWARD, unit, microbatch), self.table).spent
+        reads = {slot: _like(value) if slot in spent else value.detach().requires_grad_(slot in graded)
+                 for slot, value in given.items()}
         with torch.enable_grad(), self.keeping(unit):
-            output = self._compute(unit, batch, value, reads)
+            inputs = {slot: _Spent.apply(leaf, given[slot]) if slot in spent else leaf
+                      for slot, leaf in reads.items()}
+            output = self._compute(unit, batch, value, inputs)
         roots = self.stream(unit).roots(output.x) if unit < self.table.last else []
         roots += [output.makes[each.name] for each in self.table.units[unit].makes if each.grad]
         roots += [] if (trained := _sum(output.loss, output.penalty)) is None else [trained]

@@ -53,13 +53,13 @@ class StageSummary:
     disk_bytes: int
     snapshot_bytes: int  # on the host, of the copy from which a checkpoint is written
     activation_peak_bytes: int
+    alive: Memory  # over the step
     gathers: int
     reduces: int
     sent_bytes: dict[str, int]  # by axis
     moved_bytes: dict[str, int]  # between tiers, by lane
     frozen: Frozen | None  # None: all parameters are trained
     units: list[str]  # names of its compute units
-    alive: Memory  # of the step
 
     @property
     def slot_peak_bytes(self) -> dict[str, int]:
@@ -73,10 +73,10 @@ class StageSummary:
 
     def document(self) -> dict[str, Any]:
         """As JSON has it."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)
-                  if field.name not in ("alive", "frozen")}
-        return values | {"slot_peak_bytes": self.slot_peak_bytes} | (
-            {"frozen": asdict(self.frozen)} if self.frozen else {})
+        names = ("slot_peak_bytes" if field.name == "alive" else field.name for field in fields(self))
+        values = {name: getattr(self, name) for name in names}
+        values["frozen"] = self.frozen and asdict(self.frozen)
+        return {key: value for key, value in values.items() if value is not None}
 
 
 def stages(analysis: Analysis) -> list[StageSummary]:
@@ -112,10 +112,10 @@ def stage(analysis: Analysis, position: int, alive: Memory) -> StageSummary:
         buffer_bytes=pools.bytes(table),
         host_bytes=away[Tier.HOST] + pools.host_bytes(table), disk_bytes=away[Tier.DISK],
         snapshot_bytes=_snapshot_bytes(table, position),
-        activation_peak_bytes=alive.peak(*activations(table)),
+        activation_peak_bytes=alive.peak(*activations(table)), alive=alive,
         gathers=counts[Op.GATHER], reduces=counts[Op.REDUCE],
         sent_bytes=dict(sent), moved_bytes=dict(moved), frozen=_frozen(table, position),
-        units=[table.units[u].name for u in table.units_of(position)], alive=alive)
+        units=[table.units[u].name for u in table.units_of(position)])
 
 
 def parameter_bytes(table: Table, unit: int) -> int:

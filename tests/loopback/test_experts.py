@@ -138,16 +138,17 @@ def test_products_of_experts(ranks, count):
 
 
 def test_equal_experts_are_one_mlp():
-    """For any number of them a token, if its weights add up to 1."""
+    """For any number of them a token, if its weights add up to 1; and so is one expert."""
     generator = torch.Generator().manual_seed(0)
     x, up, down = (torch.randn(*shape, generator=generator) for shape in ((5, 8), (2, 6, 8), (8, 6)))
-    scores = torch.rand(5, 4, generator=generator)
-    for k in (1, 2, 4):
+    for count, k in ((1, 1), (4, 1), (4, 2), (4, 4)):
+        scores = torch.rand(5, count, generator=generator)
         picks = experts.choose(scores, k)
         order = experts.RowOrder.of(picks.flatten())
         packed = experts.routed(x, experts.weights_of(scores, picks, True, 1.0), order)
-        counts = picks.flatten().bincount(minlength=4).view(1, 4)
-        answers = experts.compute(packed, counts, up.repeat(4, 1, 1, 1), down.repeat(4, 1, 1), WeightGrads())
+        counts = picks.flatten().bincount(minlength=count).view(1, count)
+        answers = experts.compute(packed, counts, up.repeat(count, 1, 1, 1), down.repeat(count, 1, 1),
+                                  WeightGrads())
         made = experts.summed(answers, order, k)
         torch.testing.assert_close(made, swiglu(x, up, down), rtol=1e-5, atol=1e-5)
 

@@ -90,8 +90,8 @@ class Layer(Part):
     tokens = False  # whether it embeds the batch's tokens; the first layer does
     loss = False  # whether it adds to the loss or has a penalty; the last layer does
     reads: tuple[str, ...] = ()  # names of tensors that earlier layers hand it
-    # Of those that it reads, what has travelled and forward uses up: backward needs none of its values. It is
-    # freed then, unless the layer is computed again.
+    # Of those that it reads, what has travelled and forward uses up: backward needs none of its values. The
+    # last FORWARD or RECOMPUTE of the layer frees it.
     spent: tuple[str, ...] = ()
     # Shapes of those that it reads that have not the shape of the residual stream: name -> shape.
     shapes: Mapping[str, tuple[int, ...]] = {}

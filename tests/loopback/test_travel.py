@@ -6,6 +6,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.harness import assert_contract, batches, loopback, same_bits, tiny
 from tests.recorder import record_on_cpu
@@ -14,6 +15,7 @@ from threed.comm.group import Comm
 from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
 from threed.extend import layers_of, measured_cost
+from threed.features.pipeline import run
 from threed.planner import make_mesh, make_plan
 from threed.prediction.transient import Transient
 from threed.program.check import check
@@ -171,6 +173,16 @@ def test_spent_but_needed(more, tmp_path):
     same_bits([loopback(config) for config in squares])
     kept = [measured_cost(layers_of(config)[3], config).saved_bytes() for config in squares]
     assert kept[1] - kept[0] == 8 * 16 * 4
+
+
+@pytest.mark.parametrize("rows", [0, 3])
+def test_gradients_of_what_is_spent(rows):
+    """They can be read as bits, also where no row came."""
+    x, leaf = torch.randn(rows, 6), run._like(torch.empty(rows, 6))
+    assert leaf.untyped_storage().nbytes() <= 4
+    (run._Spent.apply(leaf, x) * 2).backward(torch.ones(rows, 6))
+    assert leaf.grad is not None and torch.equal(leaf.grad, torch.full((rows, 6), 2.0))
+    assert leaf.grad[:, 2:].view(torch.int16).shape == (rows, 8)
 
 
 def test_graphs(monkeypatch, references):

@@ -107,6 +107,14 @@ def test_pass_composes(schedule, others):
         assert threed.plan(config).digest != before.digest or "activation.policy=full" in others
 
 
+@pytest.mark.parametrize("others", [[], ["parallel.schedule=zb-h1"], ["parallel.pair=true"]])
+def test_pass_composes_with_what_travels(others):
+    """What has come stays until it is used again: the pass recomputes what the table does not mark."""
+    with added_pass():
+        program = threed.plan(threed.load("configs/toy-moe.yaml", others)).programs["train"][0]
+    assert any(item.op == Op.RECOMPUTE for item in program)
+
+
 @pytest.fixture
 def optimizers():
     """The table, which has the same rows in the same order afterwards."""

@@ -17,11 +17,12 @@ from threed.planner.facts import hand_overs
 from threed.planner.passes import stages_of
 from threed.program.check import check
 from threed.program.plan import Plan
+from threed.spec.travel import Exchanged
 
 
-def layer(name: str, reads: tuple[str, ...] = (), makes: tuple[str, ...] = ()) -> Any:
+def layer(name: str, reads: tuple[str, ...] = (), makes: tuple[str, ...] = (), **more: Any) -> Any:
     return SimpleNamespace(name=name, reads=reads, makes=lambda share: dict.fromkeys(makes, 4),
-                           without_grad={}, travels={}, spent=())
+                           **{"without_grad": {}, "travels": {}, "spent": (), **more})
 
 
 @pytest.mark.parametrize("names", [("act",), ("rad",), ("part",), ("shard",), ("kip", "gkip")])
@@ -36,6 +37,15 @@ def test_names_of_slots_are_taken(names):
 def test_nobody_makes_it():
     with pytest.raises(InputError, match=r"layer blocks\.1 reads 'gate', which no layer before it makes"):
         hand_overs([[layer("blocks.0")], [layer("blocks.1", reads=("gate",))]])
+
+
+@pytest.mark.parametrize("others, spent", [([], True), ([layer("c", ("came",))], False),
+                                           ([layer("c", ("came",), spent=("came",))], True)])
+def test_spent_by_all_layers_of_a_unit(others, spent):
+    units = [[layer("a", makes=("rows",), travels={"rows": Exchanged("came", "dp")})],
+             [layer("b", ("came",), spent=("came",)), *others]]
+    (read,) = hand_overs(units)[1].reads
+    assert read.came and read.spent == spent
 
 
 def test_partial_gradients_over_two_groups(monkeypatch):

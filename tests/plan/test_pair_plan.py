@@ -8,10 +8,12 @@ import threed
 from threed.base.errors import ConfigError
 from threed.planner import analyse, make_plan
 from threed.planner.facts import FLOPS_A_BYTE, FLOPS_A_FAR_BYTE
+from threed.program.analysis import Analysis
 from threed.program.costs import save_costs
 from threed.program.instruction import Op
 from threed.program.pairs import cost_in_pair, has_pairs
 from threed.program.show import grid, legend
+from threed.program.summary import stages
 from threed.schedules.orders import SCHEDULES, Schedule, one_f_one_b
 
 TOY, PAIR = "configs/toy-moe.yaml", "parallel.pair=true"
@@ -87,6 +89,17 @@ def test_units_of_both_are_resident():
         program = make_plan(threed.load(TOY, [*more, f"parallel.pair={pair}"])).programs["train"][0]
         counts.append(sum(item.op == Op.GATHER and not item.of_slot for item in program))
     assert counts[0] <= counts[1]
+
+
+def test_memory_under_recomputation():
+    """Units are computed again one ahead, whether or not those between them are."""
+    config = ["model.name=mixtral-8x7b", "model.layers=8", "model.seq_len=4096", "train.global_batch_size=32",
+              "parallel.pp=2", "parallel.dp=4", "parallel.ep=4", "parallel.schedule=interleaved",
+              "parallel.virtual_stages=2", "zero.stage=1", "activation.policy=full"]
+    plain, paired = (stages(Analysis(threed.plan(threed.load("configs/llama3-8b.yaml", [*config, *more]))))
+                     for more in ([], [PAIR]))
+    for row, other in zip(plain, paired, strict=True):
+        assert other.activation_peak_bytes < 2 * row.activation_peak_bytes
 
 
 def test_measured_costs(tmp_path):

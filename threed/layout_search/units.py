@@ -41,7 +41,7 @@ class UnitCost(NamedTuple):
     handed_bytes: int  # until backward: what it makes for later units, and what has come
     logits_bytes: int  # of the kernels that make its loss, which need temporaries of this size
     temporary_bytes: int = 0  # of its kernels, about
-    # For how long nothing is computed behind its forward, and before its backward: what it hands on travels.
+    # What exchanges add behind its forward, and before its backward (`wait_s`).
     forward_wait_s: float = 0.0
     backward_wait_s: float = 0.0
 

@@ -41,7 +41,8 @@ def hand_overs(units: Sequence[Sequence[Layer]]) -> list[HandOver]:
     of_unit = [dict[str, Made]() for _ in units]
     reads = [dict[str, int]() for _ in units]  # name -> its maker
     readers: dict[tuple[str, int], set[int]] = defaultdict(set)  # (name, maker) -> units
-    spent = [{name for layer in unit for name in layer.spent} for unit in units]
+    spent = [{name for layer in unit for name in layer.spent}
+             - {name for layer in unit for name in layer.reads if name not in layer.spent} for unit in units]
     for index, unit in enumerate(units):
         for layer in unit:
             for name in layer.reads:

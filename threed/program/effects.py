@@ -86,7 +86,7 @@ def _forward(item: Instruction, table: Table, _: int) -> Effects:
     saved = _slots("kept" if item.keep == "input" else "saved", unit, microbatch, not forward_only)
     saved += _slots("logits", unit, microbatch, made and table.makes_logits(unit))
     last = [read.last for read in table.units[unit].reads] if forward_only else ()
-    unused = compress(tensors.reads, last) if forward_only else tensors.spent
+    unused = compress(tensors.reads, last) if forward_only else tensors.spent if item.keep == "all" else ()
     loss = (Slot("loss"),) if table.units[unit].loss and not made else ()
     return Effects("compute", (*_params(table, unit), *before, *tensors.reads),
                    (*after, *saved, *tensors.makes), adds=loss,
@@ -99,7 +99,7 @@ def _recompute(item: Instruction, table: Table, _: int) -> Effects:
     kept, tensors = (Slot("kept", unit, microbatch),), passed(item, table)
     return Effects("compute", (*_params(table, unit), *kept, *tensors.reads, *tensors.fixed),
                    (Slot("saved", unit, microbatch),),
-                   updates=tensors.again, frees=kept, groups=table.groups_of(item))
+                   updates=tensors.again, frees=(*kept, *tensors.spent), groups=table.groups_of(item))
 
 
 def _backward(item: Instruction, table: Table, _: int) -> Effects:

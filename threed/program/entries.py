@@ -46,8 +46,8 @@ class Read(NamedTuple):
     unit: int  # the unit that makes it
     last: bool  # whether no later unit reads it
     grad: bool = True  # as its maker's
-    came: bool = False  # whether it has travelled, and this unit's BACKWARD frees it
-    spent: bool = False  # came, and this unit's FORWARD frees it, unless it is computed again
+    came: bool = False  # whether it has travelled, with a gradient: this unit's BACKWARD frees it
+    spent: bool = False  # came, and forward uses it up: this unit's FORWARD frees it, or its RECOMPUTE
 
 
 class Reduction(NamedTuple):

@@ -168,7 +168,7 @@ def _peak(steps: Sequence[_Step], table: Table, transient: Callable[[Instruction
     for step in steps:
         for slot in step.gone:
             alive.pop(slot, None)
-        # What other ranks sent stays in the set until its reader's backward.
+        # What other ranks sent stays in the set until it is freed.
         alive |= {slot: table.size(slot) for slot in step.effect.reads
                   if slot not in alive and slot.kind in handed}
         # What comes from elsewhere is copied to its place in the set. (`saved` has the input of its unit.)

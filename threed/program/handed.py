@@ -7,9 +7,9 @@ A tensor that travels is made by its unit's FORWARD, and an instruction directly
     EXCHANGE sent u3 m1 (dp)      sent u3 m1 -> came u3 m1
     EXCHANGE gcame u3 m1 (dp)     gcame u3 m1 -> gsent u3 m1
 
-What has left is freed, what has come is freed by the BACKWARD of the unit that reads it, or by its FORWARD
-where that uses it up, and RECOMPUTE makes neither again. Without a gradient both stay until their maker's
-BACKWARD; in a program that only runs forward, until their last reader's FORWARD.
+What has left is freed, what has come is freed by the BACKWARD of the unit that reads it, or where forward
+uses it up by its FORWARD or RECOMPUTE. RECOMPUTE makes neither again. Without a gradient both stay until
+their maker's BACKWARD; in a program that only runs forward, until their last reader's FORWARD.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Passed(NamedTuple):
     fixed: tuple[Slot, ...]  # of `makes`, what it reads: those without a gradient
     held: tuple[Slot, ...]  # what stays until the unit's BACKWARD
     reads: tuple[Slot, ...]
-    spent: tuple[Slot, ...]  # of `reads`, what FORWARD frees
+    spent: tuple[Slot, ...]  # of `reads`, what forward uses up: the last of FORWARD and RECOMPUTE frees it
     stays: tuple[Slot, ...]  # the others, which BACKWARD reads, too
     came: tuple[Slot, ...]  # of those, what BACKWARD frees
     made_gradients: tuple[Slot, ...]  # in which the gradients of `makes` are added up
@@ -53,9 +53,9 @@ def passed(item: Instruction, table: Table) -> Passed:
                   tuple(slot for slot, each in makes if not each.grad),
                   (*(slot for slot, each in makes if not each.leaves), *arrived),
                   tuple(slot for slot, _ in reads),
-                  tuple(slot for slot, each in reads if each.spent and not unit.recompute),
-                  tuple(slot for slot, each in reads if not each.spent or unit.recompute),
-                  tuple(slot for slot, each in reads if each.came and (not each.spent or unit.recompute)),
+                  tuple(slot for slot, each in reads if each.spent),
+                  tuple(slot for slot, each in reads if not each.spent),
+                  tuple(slot for slot, each in reads if each.came and not each.spent),
                   _gradients(slot for slot, each in makes if each.grad),
                   _gradients(slot for slot, each in reads if each.grad))
 

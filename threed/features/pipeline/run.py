@@ -100,8 +100,10 @@ class _Spent(torch.autograd.Function):
 
 
 def _like(tensor: torch.Tensor) -> torch.Tensor:
-    """A leaf of the same shape and dtype, without memory of its own."""
-    return tensor.new_empty(()).expand(tensor.shape).requires_grad_()
+    """A leaf of the same shape and dtype, without memory of its own. (A gradient has the strides of its leaf
+    where there is nothing in it.)"""
+    leaf = tensor.new_empty(()).expand(tensor.shape) if tensor.numel() else torch.empty_like(tensor)
+    return leaf.requires_grad_()
 
 
 def built(config: Config, table: Table, units: Iterable[int], context: Context,

@@ -200,11 +200,8 @@ def _one_ahead(items: Sequence[Instruction]) -> Iterator[tuple[int, int]]:
     """A RECOMPUTE waits for the backward of the last but one: all of them at once would take the memory that
     they are there to save."""
     ends: list[int] = []
-    again: set[tuple[int, int]] = set()
     for index, item in enumerate(items):
-        if item.op == Op.RECOMPUTE:
-            again.add(item.turn)
-            if len(ends) > 1:
-                yield ends[-2], index
-        elif item.op in (Op.BACKWARD, Op.BACKWARD_INPUT) and item.turn in again:
+        if item.op == Op.RECOMPUTE and len(ends) > 1:
+            yield ends[-2], index
+        elif item.op in (Op.BACKWARD, Op.BACKWARD_INPUT):
             ends.append(index)

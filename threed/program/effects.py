@@ -85,8 +85,9 @@ def _forward(item: Instruction, table: Table, _: int) -> Effects:
     forward_only, made = item.keep in ("none", "logits"), item.keep == "logits"
     saved = _slots("kept" if item.keep == "input" else "saved", unit, microbatch, not forward_only)
     saved += _slots("logits", unit, microbatch, made and table.makes_logits(unit))
-    last = [read.last for read in table.units[unit].reads] if forward_only else ()
-    unused = compress(tensors.reads, last) if forward_only else tensors.spent if item.keep == "all" else ()
+    unused = tensors.spent if item.keep == "all" else ()
+    if forward_only:
+        unused = compress(tensors.reads, [read.last for read in table.units[unit].reads])
     loss = (Slot("loss"),) if table.units[unit].loss and not made else ()
     return Effects("compute", (*_params(table, unit), *before, *tensors.reads),
                    (*after, *saved, *tensors.makes), adds=loss,

@@ -226,7 +226,7 @@ class ShortPlans:
         """What a step is made of."""
         fast = replace(self.hardware, node_gbps=1e12, adapter_gbps=1e12, node_us=0.0, adapter_us=0.0)
 
-        def spent(ops: Collection[Op], machine: Hardware, *free: Op) -> list[float]:
+        def takes(ops: Collection[Op], machine: Hardware, *free: Op) -> list[float]:
             """By position."""
             @cache
             def seconds(count: int) -> list[float]:
@@ -244,13 +244,13 @@ class ShortPlans:
             return max(0.0, step_s - self.would_take_s(free=ops))
 
         step_s = self.would_take_s()
-        rows, steps = spent(COMPUTE, self.hardware), spent((Op.STEP,), self.hardware)
+        rows, steps = takes(COMPUTE, self.hardware), takes((Op.STEP,), self.hardware)
         most = max(range(self.p), key=rows.__getitem__)
         parallel, offload = self.config.parallel, self.config.offload
         busy = sum(rows) + sum(steps) * (offload.optimizer == "none")
-        once = spent(COMPUTE, self.hardware, Op.RECOMPUTE)
+        once = takes(COMPUTE, self.hardware, Op.RECOMPUTE)
         return StepParts(step_s, rows[most] - once[most],
-                         rows[most] - spent(COMPUTE, fast)[most] if parallel.tp > 1 else 0.0,
+                         rows[most] - takes(COMPUTE, fast)[most] if parallel.tp > 1 else 0.0,
                          longer(_OVER_DP) if self.config.dp > 1 else 0.0, longer((Op.EXCHANGE,)),
                          longer((Op.OFFLOAD, Op.FETCH)) if offload != OffloadConfig() else 0.0,
                          max(0.0, 1 - busy / self.p / step_s))

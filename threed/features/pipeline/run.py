@@ -23,7 +23,7 @@ from threed.comm.lanes import Handle
 from threed.features.pipeline.feed import Feed
 from threed.models.layers.base import Layer, Out
 from threed.models.tiling import layers_of, new_layers, share_of
-from threed.program.handed import gradient_of, passed
+from threed.program.handed import gradient_of
 from threed.program.instruction import WHOLES, Instruction, Op, Slot
 from threed.program.slots import Slots
 from threed.program.table import Table
@@ -218,9 +218,9 @@ class PipelineRun:
         value, leaves = x, list[torch.Tensor]()
         if x is not None and not self.table.units[unit].adds:
             value, leaves = self.stream(unit - 1).open(x, True)
-        graded = {Slot(each.name, each.unit, microbatch)
-                  for each in self.table.units[unit].reads if each.grad}
-        spent = passed(Instruction(Op.FORWARD, unit, microbatch), self.table).spent
+        about = {Slot(each.name, each.unit, microbatch): each for each in self.table.units[unit].reads}
+        graded = {slot for slot, each in about.items() if each.grad}
+        spent = {slot for slot, each in about.items() if each.spent}
         reads = {slot: _like(value) if slot in spent else value.detach().requires_grad_(slot in graded)
                  for slot, value in given.items()}
         with torch.enable_grad(), self.keeping(unit):

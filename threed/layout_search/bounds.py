@@ -2,7 +2,7 @@
 
 Prices of compute units are summed, as the plan has them, with the exchanges for which they wait. Nothing
 communicates between positions; over dp goes what each micro-batch sends, and what a step's start and end wait
-for. No step is shorter.
+for; to the host, what each micro-batch reduces. No step is shorter.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ class PartSeconds(NamedTuple):
     windowed: float = 0.0  # to gather it each time that it comes into the window of residency
     gather: float = 0.0  # to gather it at all
     often: float = 0.0  # to reduce its gradient in a micro-batch
+    lower: float = 0.0  # to take that to the host
     reduce: float = 0.0  # at the end of a step
     step: float = 0.0  # the optimizer's step; 0 where something else may run meanwhile
 
@@ -78,9 +79,19 @@ class Bounds:
     def _most_s(self, layout: Layout, m: int, ends: bool) -> float:
         """Of so many micro-batches, at the position where it is most. `ends`: with a step's start and end."""
         busy, loss = self._busy(layout)[0], self.hardware.contention
-        sent = self._sent(layout) if layout.often else [(0.0, 0.0)] * layout.pp
-        return max(max(sends_s, m * computes_s + loss * sends_s) for computes_s, sends_s in zip(
-            busy, (m * each_s + ends * more_s for each_s, more_s in sent), strict=True))
+        if not layout.often:
+            return m * max(busy)
+        most_s = max(max(sends_s, m * computes_s + loss * sends_s) for computes_s, sends_s in zip(
+            busy, (m * each_s + ends * more_s for each_s, more_s in self._sent(layout)), strict=True))
+        return max(most_s, m * max(self._lowered(layout)))
+
+    def _lowered(self, layout: Layout) -> list[float]:
+        """Seconds by position in which each micro-batch takes reduced gradients to the host."""
+        kinds, same = self._prices(layout)[0], self.units(layout.tile_linears, layout.tp).same
+        rows = [0.0] * layout.pp
+        for position, (first, stop) in self._stages(layout):
+            rows[position] += sum(kinds[kind].lower for kind in same[first:stop])
+        return rows
 
     def _sent(self, layout: Layout) -> list[tuple[float, float]]:
         """Seconds by position for which each micro-batch sends over dp, to reduce gradients, if they are
@@ -135,13 +146,19 @@ class Bounds:
         """Of each kind of compute unit, and of a tied embedding."""
         key = (layout.tp, layout.dp, layout.pp * (layout.axis_order != "pp-dp-tp"),
                layout.sequence_parallel, layout.stage, layout.shard_size, layout.reduce_every,
-               layout.reduce_dtype, layout.offload_optimizer, layout.tile_linears, layout.ep)
+               layout.reduce_dtype, layout.offload_optimizer, layout.tile_linears, layout.ep,
+               layout.micro_batch_size * layout.offload_optimizer)
         if key not in self._known:
             config = config_of(layout, self.config)
             table = self.units(layout.tile_linears, layout.tp).table(config)
-            price, rows, away = cost(Plan(table, {}, config), self.hardware), table.parameters, config.offload
+            rows, away = table.parameters, config.offload
             times = 0.0 if layout.stage < 2 or layout.reduce_every == "step" else 1 / config.reduce_every
             meanwhile = layout.offload_optimizer and (away.delayed_update or away.ratio < 1)
+            # A gradient of which more parts go to the host moves there twice as much.
+            lowers = [Instruction(Op.OFFLOAD, p, kind="gshard") for p, row in rows.items()
+                      if times and row.trains and table.streams(p) and away.ratio == 1]
+            programs = {"train": [tuple(lowers) * int(times * config.num_microbatches)]} if lowers else {}
+            price = cost(Plan(table, programs, config), self.hardware)
 
             def seconds(p: int) -> PartSeconds:
                 row, gather_s, sums = rows[p], 0.0, [0.0]
@@ -150,7 +167,9 @@ class Bounds:
                 if row.trains:
                     sums = [price(0, Instruction(Op.REDUCE, p, group=step.group)) for step in row.reductions
                             if GROUPS[step.group].lane == GROUPS["dp"].lane]
-                return PartSeconds(gather_s * (not row.whole), gather_s, times * sums[0], sum(sums),
+                lower = next((item for item in lowers if item.unit == p), None)
+                return PartSeconds(gather_s * (not row.whole), gather_s, times * sums[0],
+                                   times * price(0, lower) if lower is not None else 0.0, sum(sums),
                                    price(0, Instruction(Op.STEP, p)) if row.trains and not meanwhile else 0.0)
 
             tied = [seconds(p) for p, row in rows.items() if row.name == "tied embedding"]

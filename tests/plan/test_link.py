@@ -55,9 +55,8 @@ def test_effects_of_a_form(name):
 def test_links_by_strands(name):
     """A link within a strand that is missing, or is another micro-batch's; a slot that is lost at the end."""
     plan = plan_of(name)
-    forms = Forms(plan.table)
     for _, position, program, start in each_program(plan):
-        links = link(program, plan.table, position, start, forms)
+        links = link(program, plan.table, position, start)
         whole = follow(enumerate(links.effects), start)
         producers: list[list[int]] = [[] for _ in program]
         for first, then in whole.pairs:
@@ -70,9 +69,8 @@ def test_links_by_strands(name):
 def test_memory_by_strands(name):
     """Bytes that come an instruction early or late, or stay."""
     plan = plan_of(name)
-    forms = Forms(plan.table)
     for _, position, program, start in each_program(plan):
-        links = link(program, plan.table, position, start, forms)
+        links = link(program, plan.table, position, start)
         by_kind = memory(program, plan.table, links, start).by_kind
         alive = {slot: plan.table.size(slot) for slot in start}
         for index, effect in enumerate(links.effects):
@@ -145,14 +143,13 @@ def test_all_meet(monkeypatch):
     which all calls block although they do not. And the walk without a graph has no result where it cannot
     end, although the lanes together might."""
     plan, rng, stuck, only_lanes = plan_of("1f1b"), random.Random(4), 0, 0
-    forms = Forms(plan.table)
     for _ in range(150):
         programs = [list(program) for program in plan.programs["train"]]
         program = rng.choice(programs)
         messages = [at for at, item in enumerate(program) if item.op in (Op.SEND, Op.RECV)]
         at, other = sorted(rng.sample(messages, 2))
         program[at:other + 1] = [*program[at + 1:other + 1], program[at]]
-        links = [link(each, plan.table, position, seam_of(plan.table, position), forms)
+        links = [link(each, plan.table, position, seam_of(plan.table, position))
                  for position, each in enumerate(programs)]
         if any(linked.faults for linked in links) or not _same_messages(programs):
             continue

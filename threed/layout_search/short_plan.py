@@ -33,6 +33,7 @@ from threed.schedules.orders import SCHEDULES
 from threed.schema import Config, OffloadConfig, ZeroConfig
 
 FORWARDS_FIRST = ("gpipe", "breadth-first")  # orders with the forwards of all micro-batches before backwards
+_MANY = 1 << 30  # micro-batches: more than a plan has
 _STEADY = 0.99  # of the pace: a steady state is not faster
 
 
@@ -63,18 +64,30 @@ class ShortPlan(NamedTuple):
         return seconds
 
 
-def short_plan(config: Config, microbatches: int, ends: bool = True) -> ShortPlan:
-    """The unchecked plan of so many micro-batches of a config. `ends`: as in `merged`. InputError where it
-    keeps more than the config allows."""
+def short_plan(config: Config, microbatches: int, ends: bool = True,
+               tables: dict[object, Merged] | None = None) -> ShortPlan:
+    """The unchecked plan of so many micro-batches of a config. `ends`: as in `merged`. `tables`: those of
+    other short plans of the config, which share them. InputError where it keeps more than the config
+    allows."""
+    short, tables = _short(config, microbatches), {} if tables is None else tables
+    pipeline, about = make_pipeline(short), short
+    key = pipeline.place, microbatches
+    if config.activation.policy != "budget":  # tables differ by the number of micro-batches alone
+        about, key = _short(config, _MANY), (pipeline.place, _MANY)
+    if key not in tables:
+        tables[key] = merged(marked_table(about, pipeline), ends)
+    analysis = Analysis(run_passes(short, pipeline, tables[key].table))
+    check_limit(short, pipeline, analysis)
+    return ShortPlan(analysis, tables[key])
+
+
+def _short(config: Config, microbatches: int) -> Config:
+    """A config with so many micro-batches, of whose programs only the step counts."""
     config = copied(config)
     train = config.train
     train.global_batch_size = microbatches * train.micro_batch_size * config.dp
     train.eval_every = train.sample_every = config.checkpoint.every = config.run.verify_every = 0
-    pipeline = make_pipeline(config)
-    less = merged(marked_table(config, pipeline), ends)
-    analysis = Analysis(run_passes(config, pipeline, less.table))
-    check_limit(config, pipeline, analysis)
-    return ShortPlan(analysis, less)
+    return config
 
 
 class FreeStep(NamedTuple):
@@ -112,12 +125,13 @@ class ShortPlans:
         self._steady, self._filling = (self.m, self.m) if whole else (
             steady_count(*about), filling_count(*about))
         self._plans: dict[int, ShortPlan] = {}
+        self._tables, self._free_tables = dict[object, Merged](), dict[object, Merged]()
         # (micro-batches, what is free) -> seconds of a step
         self._times: dict[tuple[int, tuple[Op, ...]], float] = {}
 
     def _plan(self, microbatches: int) -> ShortPlan:
         if microbatches not in self._plans:
-            self._plans[microbatches] = short_plan(self.config, microbatches)
+            self._plans[microbatches] = short_plan(self.config, microbatches, tables=self._tables)
         return self._plans[microbatches]
 
     def _timed(self, microbatches: int, free: tuple[Op, ...] = ()) -> float:
@@ -126,7 +140,7 @@ class ShortPlans:
         if key not in self._times:
             if free == _FREE:
                 plain = replace(self.config, zero=ZeroConfig(0), offload=OffloadConfig())
-                made = short_plan(plain, microbatches, ends=False)
+                made = short_plan(plain, microbatches, False, self._free_tables)
             else:
                 made = self._plan(microbatches)
             walked = step(made.analysis, made.cost(self.hardware, free), self.hardware)

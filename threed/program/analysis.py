@@ -8,7 +8,6 @@ from __future__ import annotations
 from functools import cached_property
 
 from threed.program.buffers import Buffers, count_buffers
-from threed.program.forms import Forms
 from threed.program.link import Links, Memory, link, memory
 from threed.program.order import Order, run_links, simulated
 from threed.program.plan import Plan
@@ -16,11 +15,10 @@ from threed.program.seam import seam_of
 
 
 class Analysis:
-    """What is derived from one plan, and remembered: forms, links, buffers."""
+    """What is derived from one plan, and remembered: links, buffers, memory."""
 
     def __init__(self, plan: Plan):
         self.plan, self.table = plan, plan.table
-        self.forms = Forms(plan.table)
         self._links: dict[tuple[str, int], Links] = {}
         self._simulated: dict[str, list[Links]] = {}
         self._buffers: dict[int, Buffers] = {}
@@ -40,7 +38,7 @@ class Analysis:
         key = name, position
         if key not in self._links:
             self._links[key] = link(self.plan.programs[name][position], self.table, position,
-                                    seam_of(self.table, position, name), self.forms)
+                                    seam_of(self.table, position, name))
         return self._links[key]
 
     def simulated(self, name: str) -> list[Links]:

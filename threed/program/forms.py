@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -24,12 +25,12 @@ class Form:
 
 
 class Forms:
-    """The forms of instructions of one table, each made once: who follows several programs of a table makes
-    one `Forms` for all of them. KeyError as for `effects`."""
+    """The forms of instructions of one table, each made once: passes and links of the table share them.
+    KeyError as for `effects`."""
 
     def __init__(self, table: Table):
         self._table = table
-        self._known: dict[int, _Known] = {}  # by position
+        self._known = _forms_of(table)
 
     def of(self, program: Sequence[Instruction], position: int) -> list[Form]:
         """The form of each instruction of a program."""
@@ -65,15 +66,28 @@ class _Known(dict[tuple[Any, ...], Any]):
 
     def __init__(self, table: Table, position: int):
         super().__init__()
-        self.table, self.position = table, position
+        self.table, self.position = weakref.ref(table), position
 
     def __missing__(self, fields: tuple[Any, ...]) -> Form | None:
+        table = self.table()
+        assert table is not None, "who asks holds the table"
         try:
             item = Instruction._make([*fields[:_AT], 0, *fields[_AT:]])
-            form = _form(item, self.table, self.position)
+            form = _form(item, table, self.position)
         except KeyError:
             form = None
         return self.setdefault(fields, form)
+
+
+# The forms of each table that is alive, by its id and by position.
+_ALIVE: dict[int, dict[int, _Known]] = {}
+
+
+def _forms_of(table: Table) -> dict[int, _Known]:
+    if id(table) not in _ALIVE:
+        _ALIVE[id(table)] = {}
+        weakref.finalize(table, _ALIVE.pop, id(table)).atexit = False
+    return _ALIVE[id(table)]
 
 
 _AT = Instruction._fields.index("microbatch")

@@ -84,11 +84,9 @@ class Links:
         return strands, shared
 
 
-def link(program: Program, table: Table, position: int, start: set[Slot],
-         known: Forms | None = None) -> Links:
-    """Follow the slots of a program from those alive at its start, none of which is of a micro-batch.
-    `known`: forms of this table, where somebody has made some already."""
-    known = known or Forms(table)
+def link(program: Program, table: Table, position: int, start: set[Slot]) -> Links:
+    """Follow the slots of a program from those alive at its start, none of which is of a micro-batch."""
+    known = Forms(table)
     try:
         forms, unknown = known.of(program, position), []
     except KeyError:

@@ -67,10 +67,10 @@ def reductions(numel: int, shards: int, shard_group: str, sums: Sums,
 
 def train(programs: Programs, table: Table) -> Programs:
     """Add GATHER, RELEASE, REDUCE, CLIP and STEP to forward and backward."""
-    result, forms = [], Forms(table)
+    result = []
     for position, program in enumerate(programs):
-        out, late = _reduce(program, table, position, forms)
-        out = _gather(out, table, position, forms)
+        out, late = _reduce(program, table, position)
+        out = _gather(out, table, position)
         out += late
         out.append(Instruction(Op.CLIP))
         out += [Instruction(Op.STEP, unit) for unit in table.stepped(position)]
@@ -89,8 +89,7 @@ def rehearse(programs: Programs, table: Table) -> Programs:
 
 def forward(programs: Programs, table: Table) -> Programs:
     """Forward only: gather, run, release."""
-    forms = Forms(table)
-    return [_gather(program, table, position, forms) for position, program in enumerate(programs)]
+    return [_gather(program, table, position) for position, program in enumerate(programs)]
 
 
 def evaluate(programs: Programs, table: Table) -> Programs:
@@ -98,11 +97,11 @@ def evaluate(programs: Programs, table: Table) -> Programs:
     return [[*program, Instruction(Op.CLIP, gradients="none")] for program in forward(programs, table)]
 
 
-def _reduce(program: Program, table: Table, position: int, known: Forms) -> tuple[Program, Program]:
+def _reduce(program: Program, table: Table, position: int) -> tuple[Program, Program]:
     """The program with its REDUCEs; and the REDUCEs that come after the whole program."""
     added: dict[int, list[int]] = defaultdict(list)  # parameter unit -> instructions that add to its gradient
     users: dict[int, set[int]] = defaultdict(set)  # parameter unit -> compute units of these instructions
-    forms = known.of(program, position)
+    forms = Forms(table).of(program, position)
     adds = {form: units for form in dict.fromkeys(forms)
             if (units := [slot.unit for slot in form.effect.adds if slot.kind == "wgrad"])}
     for index, form in enumerate(forms):
@@ -125,11 +124,11 @@ def _reduce(program: Program, table: Table, position: int, known: Forms) -> tupl
     return insert(program, {}, after), late
 
 
-def _gather(program: Program, table: Table, position: int, known: Forms) -> Program:
+def _gather(program: Program, table: Table, position: int) -> Program:
     """The program with its GATHERs and RELEASEs."""
     if not table.sharded:
         return program
-    forms = known.of(program, position)
+    forms = Forms(table).of(program, position)
     read = {form: [slot.unit for slot in form.effect.reads
                    if slot.kind == "param" and table.is_cut(slot.unit)] for form in dict.fromkeys(forms)}
     uses = [(index, read[form]) for index, form in enumerate(forms) if read[form]]

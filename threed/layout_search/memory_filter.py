@@ -34,6 +34,7 @@ class PartBytes(NamedTuple):
     host: int  # on the host
     trains: bool
     gathered: bool  # whether it is gathered in a buffer
+    staged: bool  # whether its gradient arrives in a buffer
 
 
 class UnitParts(NamedTuple):
@@ -94,7 +95,8 @@ class MemoryFilter:
                     host = round(away * table.shard_numel(p) * each) * (held.state_home == Tier.HOST)
                     fixed += gradient_bytes(table, p) + round(
                         (1 - away) * table.shard_numel(p) * table.state_bytes(Tier.DEVICE, p))
-                return PartBytes(held.numel, fixed, host, held.trains, not held.whole and table.is_cut(p))
+                return PartBytes(held.numel, fixed, host, held.trains, not held.whole and table.is_cut(p),
+                                 any(step.staged and step.ranks > 1 for step in held.reductions))
 
             tied = [p for p, held in table.parameters.items() if held.name == "tied embedding"]
             self._parts[key] = UnitParts([[part(p) for p in unit.parameters if p not in tied]
@@ -137,9 +139,9 @@ class MemoryFilter:
         """By position: activations and temporaries."""
         m = self.bounds.microbatches(layout)
         key = (self.bounds.cut(layout), layout.schedule, layout.pp, layout.virtual_stages, m,
-               layout.offload_activations)
+               layout.offload_activations, layout.pair)
         if key not in self._known:
-            kept = live(layout.schedule, layout.pp, m, layout.virtual_stages)
+            kept = live(layout.schedule, layout.pp, m, layout.virtual_stages, layout.pair)
             self._known[key] = [self._kept_at(layout, position, kept[position])
                                 for position in range(layout.pp)]
         return self._known[key]
@@ -153,7 +155,8 @@ class MemoryFilter:
         place = place_of(layout.schedule, layout.pp, layout.virtual_stages)
         assert split is not None, layout
         every = model.of(cut)
-        if at_once(layout.schedule, layout.pp, self.bounds.microbatches(layout), layout.virtual_stages):
+        if at_once(layout.schedule, layout.pp, self.bounds.microbatches(layout), layout.virtual_stages,
+                   layout.pair):
             every = [*every[:-1], every[-1]._replace(again=False)]
         mine = [every[first:stop] for (first, stop), where in zip(split, place, strict=True)
                 if where == position]
@@ -190,7 +193,7 @@ def _fixed_bytes(layout: Layout, config: Config, parts: Sequence[PartBytes], win
     size += _most([part.numel for part in parts if part.gathered], window) * element
     if layout.stage >= 2:
         size += _most(trained, len(trained) if layout.reduce_every == "step" else 2) * grad
-    if layout.dp > 1:
+    if any(part.staged for part in parts):
         size += max(trained, default=0) * reduce * (1 if reduce == grad else 2)
     return size
 
@@ -216,12 +219,13 @@ class Live(NamedTuple):
 
 
 @lru_cache(512)
-def live(name: str, p: int, m: int, v: int) -> tuple[tuple[Live, ...], ...]:
-    """By position: what it keeps at the times of most memory, none of which is below another."""
+def live(name: str, p: int, m: int, v: int, pair: bool = False) -> tuple[tuple[Live, ...], ...]:
+    """By position: what it keeps at the times of most memory, none of which is below another. `pair`: in the
+    order for parallel.pair."""
     if name in FORWARDS_FIRST:
         return tuple((Live((m,) * v, (0,) * v),) for _ in range(p))
     place, result = place_of(name, p, v), []
-    for position, tasks in enumerate(SCHEDULES[name].make(p, steady_count(name, p, m), v)):
+    for position, tasks in enumerate(SCHEDULES[name].order(p, steady_count(name, p, m), v, pair)):
         mine = (stage for stage, where in enumerate(place) if where == position)
         chunk = {stage: at for at, stage in enumerate(mine)}
         saved, operands, seen = [0] * v, [0] * v, set()
@@ -246,12 +250,12 @@ def _highest(rows: set[tuple[int, ...]]) -> Sequence[tuple[int, ...]]:
 
 
 @lru_cache(512)
-def at_once(name: str, p: int, m: int, v: int) -> bool:
+def at_once(name: str, p: int, m: int, v: int, pair: bool = False) -> bool:
     """Whether the last unit's backward follows its forward, so that to recompute it would save nothing."""
     if name == "dualpipe-v":  # for some micro-batches only
         return False
     if name in FORWARDS_FIRST:
         return m == 1
-    tasks = SCHEDULES[name].make(p, steady_count(name, p, m), v)[place_of(name, p, v)[-1]]
+    tasks = SCHEDULES[name].order(p, steady_count(name, p, m), v, pair)[place_of(name, p, v)[-1]]
     index = next(at for at, task in enumerate(tasks) if task[:2] == ("F", p * v - 1))
     return index + 1 < len(tasks) and tasks[index + 1][1:] == (p * v - 1, tasks[index][2])

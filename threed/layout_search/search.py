@@ -6,6 +6,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ def search(path: str | Path, devices: int, overrides: list[str] | None = None, h
     result = searched.run(devices, asked.fixed, progress)
     begin = time.monotonic()
     with making_plans():
-        rows = _planned(asked, machine, limit, result, progress)
+        rows = _planned(asked, searched, result, progress)
     if not rows:
         raise InputError(_nothing(result, devices, limit, room))
     return {"config": str(path), "devices": devices, "hardware": machine.title, "memory_bytes": room,
@@ -65,7 +66,7 @@ def search(path: str | Path, devices: int, overrides: list[str] | None = None, h
             "layouts": rows}
 
 
-def _planned(asked: Question, machine: Hardware, limit: int, result: SearchResult,
+def _planned(asked: Question, searched: Search, result: SearchResult,
              progress: Progress) -> list[dict[str, Any]]:
     """The best layouts by the full plan: of each idea the fastest that fits."""
     if not result.timed:
@@ -74,6 +75,8 @@ def _planned(asked: Question, machine: Hardware, limit: int, result: SearchResul
     from threed.prediction.transient import Transient
 
     rows, transient, tries, done = [], Transient(), Counter[object](), set[object]()
+    machine, limit, about = searched.hardware, searched.memory, searched.memory_filter.bytes
+    fixed = asked.fixed.get("pair")
 
     def planned(layout: Layout) -> dict[str, Any] | None:
         config = asked.config(layout)
@@ -91,10 +94,14 @@ def _planned(asked: Question, machine: Hardware, limit: int, result: SearchResul
         tries[idea] += 1
         progress(f"plan {len(rows) + 1}: {each.layout.text()}")
         best_s = min((row["step_s"] for row in rows), default=math.inf)
-        row = _with_pairs(asked.fixed.get("pair"), each.layout, best_s, planned)
+        row = planned(each.layout._replace(pair=bool(fixed)))
         if row is None:
             result.dropped[_BY_PLAN] += 1
             continue
+        if fixed is None and _pairs_may_win(each.layout, row, best_s):
+            paired = each.layout._replace(pair=True)
+            if row["peak_bytes"] + about(paired) - about(each.layout) <= limit:
+                row = min(row, planned(paired) or row, key=itemgetter("step_s"))
         done.add(idea)
         rows.append(row)
         if len(rows) == _PLANNED:
@@ -102,16 +109,10 @@ def _planned(asked: Question, machine: Hardware, limit: int, result: SearchResul
     return sorted(rows, key=lambda row: row["step_s"])
 
 
-def _with_pairs(fixed: bool | None, layout: Layout, best_s: float,
-                row: Callable[[Layout], dict[str, Any] | None]) -> dict[str, Any] | None:
-    """The row of a layout; with pairs, where they may make it the fastest and do make it faster. None where
-    it does not fit, or cannot run. `fixed`: parallel.pair, if it is given."""
-    plain = row(layout._replace(pair=bool(fixed)))
-    if fixed is not None or plain is None or not layout.can_pair or (
-            plain["step_s"] - plain["lost_s"]["exchanges"] >= best_s):
-        return plain
-    paired = row(layout._replace(pair=True)) if plain["lost_s"]["exchanges"] else None
-    return paired if paired is not None and paired["step_s"] < plain["step_s"] else plain
+def _pairs_may_win(layout: Layout, plain: dict[str, Any], best_s: float) -> bool:
+    """Whether parallel.pair may make a layout the fastest. `plain`: its row without."""
+    exchanges_s = plain["lost_s"]["exchanges"]
+    return layout.can_pair and exchanges_s > 0 and plain["step_s"] - exchanges_s < best_s
 
 
 def _row(asked: Question, machine: Hardware, layout: Layout, measured: dict[str, Any]) -> dict[str, Any]:

@@ -39,8 +39,7 @@ def make_pipeline(config: Config) -> Pipeline:
                          "pipeline from both ends at once; raise train.global_batch_size or lower "
                          "train.micro_batch_size")
     v = schedule.virtual or parallel.virtual_stages or 2
-    make = schedule.paired if parallel.pair and callable(schedule.paired) else schedule.make
-    return Pipeline(make(parallel.pp, m, v), schedule.place(parallel.pp, v))
+    return Pipeline(schedule.order(parallel.pp, m, v, parallel.pair), schedule.place(parallel.pp, v))
 
 
 def _search(config: Config) -> Pipeline:

@@ -309,6 +309,10 @@ class Schedule:
     # since all forwards come before all backwards
     paired: Callable[[int, int, int], Order] | bool = True
 
+    def order(self, p: int, m: int, v: int, pair: bool = False) -> Order:
+        """The order, or that for parallel.pair."""
+        return (self.paired if pair and callable(self.paired) else self.make)(p, m, v)
+
 
 SCHEDULES: dict[str, Schedule] = {
     "gpipe": Schedule(gpipe, paired=False),

@@ -91,13 +91,13 @@ def compared(base: Config, hardware: Hardware, seed: int, count: int, most: int 
         except ThreedError:
             continue  # a schedule that needs more micro-batches, or more units
         count -= 1
-        full = max(_held(plan, transient))
+        full = max(held(plan, transient))
         total_s = step(Analysis(plan), cost(plan, hardware), hardware).total_s
         yield Compared(layout, short_s(config, hardware), total_s,
                        memory_filter.bytes(layout) - memory_filter.taken(layout), full)
 
 
-def _held(plan: Plan, transient: Transient | None) -> list[int]:
+def held(plan: Plan, transient: Transient | None) -> list[int]:
     """By position."""
     analysis = Analysis(plan)
     rows = stages(analysis)

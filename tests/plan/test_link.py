@@ -6,8 +6,9 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+import weakref
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cache
 
 import pytest
@@ -17,6 +18,7 @@ from threed.config.load import load
 from threed.planner import make_plan
 from threed.prediction.analytic import cost as analytic_cost
 from threed.prediction.hardware import Hardware
+from threed.program import forms
 from threed.program.analysis import Analysis
 from threed.program.effects import _EFFECTS
 from threed.program.forms import Forms
@@ -45,10 +47,22 @@ def each_program(plan: Plan):
 def test_effects_of_a_form(name):
     """A rule whose slots depend on the micro-batch in another way than by carrying it."""
     plan = plan_of(name)
-    forms = Forms(plan.table)
+    known = Forms(plan.table)
     for _, position, program, _ in each_program(plan):
         for item in program:
-            assert forms.effects(item, position) == _EFFECTS[item.op](item, plan.table, position)
+            assert known.effects(item, position) == _EFFECTS[item.op](item, plan.table, position)
+
+
+def test_forms_are_shared():
+    """Who asks for the forms of one table, one after the other; and they are gone with the table."""
+    table, plan = replace(plan_of("1f1b").table), plan_of("1f1b")
+    program = plan.programs["train"][0]
+    first, again = (Forms(table).of(program, 0) for _ in range(2))
+    assert all(one is other for one, other in zip(first, again, strict=True))
+    assert first[0] is not Forms(plan.table).of(program, 0)[0] and id(table) in forms._ALIVE
+    number, gone = id(table), weakref.ref(table)
+    del table
+    assert gone() is None and number not in forms._ALIVE
 
 
 @pytest.mark.parametrize("name", SPREAD)

@@ -43,6 +43,7 @@ class Bounds:
         self.config, self.hardware = config, hardware
         self._units: dict[object, Units] = {}
         self._bounds: dict[object, tuple[list[float], float, float]] = {}
+        self._stages_of: dict[object, list[tuple[float, ...]]] = {}
         self._known: dict[object, tuple[list[PartSeconds], PartSeconds]] = {}
 
     def microbatches(self, layout: Layout) -> int:
@@ -184,22 +185,28 @@ class Bounds:
         p, v = layout.pp, layout.virtual_stages
         key = self.cut(layout), layout.schedule, p, v
         if key not in self._bounds:
-            model, place = self.units(layout.tile_linears, layout.tp), place_of(layout.schedule, p, v)
-            units = model.of(key[0])
-            units = [*units[:-1], units[-1]._replace(again=False)]
-            split = model.split(p * v)
-            assert split is not None, layout
-            busy, before, last = [0.0] * p, 0.0, 0.0
+            place, busy, before, last = place_of(layout.schedule, p, v), [0.0] * p, 0.0, 0.0
             halves = splits(layout.schedule)
-            for stage, (first, stop) in enumerate(split):
-                forward, backward, weight, again = (sum(column) for column in zip(*[
-                    (unit.forward_s + unit.forward_wait_s, unit.backward_s + unit.backward_wait_s,
-                     unit.weight_s, unit.again_s * unit.again) for unit in units[first:stop]], strict=True))
+            for stage, (forward, backward, weight, again) in enumerate(self._stage_seconds(layout, key[0])):
                 busy[place[stage]] += forward + backward + again
                 last += weight * halves * (place[stage] == p - 1)
                 before += (forward + (backward - weight * halves)) * (stage < p - 1)
             self._bounds[key] = busy, before, last
         return self._bounds[key]
+
+    def _stage_seconds(self, layout: Layout, cut: MicroBatchCut) -> list[tuple[float, ...]]:
+        """Of each stage: forward, backward, its half for weights' gradients, and what is computed again."""
+        key = cut, layout.pp * layout.virtual_stages
+        if key not in self._stages_of:
+            model = self.units(layout.tile_linears, layout.tp)
+            units, split = model.of(cut), model.split(key[1])
+            assert split is not None, layout
+            units = [*units[:-1], units[-1]._replace(again=False)]
+            self._stages_of[key] = [tuple(sum(column) for column in zip(*[
+                (unit.forward_s + unit.forward_wait_s, unit.backward_s + unit.backward_wait_s, unit.weight_s,
+                 unit.again_s * unit.again) for unit in units[first:stop]], strict=True))
+                for first, stop in split]
+        return self._stages_of[key]
 
 
 # ---------------------------------------------------------------- of schedules

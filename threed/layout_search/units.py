@@ -171,10 +171,10 @@ def _handed_bytes(table: Table, index: int) -> int:
 
 def _temporary_bytes(unit: ComputeUnit, element: int) -> int:
     """About what the kernels of a unit need: a third of its operands. The rows that came to experts are
-    computed in fp32, gradients beside them: ten times what is saved of 16 bits, as torch measures it.
+    computed in fp32, gradients beside them: 7.5 times what is saved of 16 bits, as torch measures it.
     `element`: bytes of a number of what is saved."""
     experts = any(read.came for read in unit.reads) and unit.operand_bytes > 0
-    return 20 * unit.saved_bytes // element if experts else unit.operand_bytes // 3
+    return 15 * unit.saved_bytes // element if experts else unit.operand_bytes // 3
 
 
 def _alone(config: Config) -> Config:

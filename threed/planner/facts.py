@@ -161,7 +161,8 @@ def _on_mesh(config: Config, units: tuple[ComputeUnit, ...],
     if not any(layer.travels for layer in model_layers):
         return units
     mesh, ways = make_mesh(config), [layer.travels for layer in model_layers]
-    ranks = {group: len(mesh.group(group, 0)) for group in GROUPS}
+    over = {each.trip.over for unit in units for each in unit.makes if each.trip}
+    ranks = {group: len(mesh.group(group, 0)) for group in over}
     return tuple(replace(unit, makes=with_ranks(
         unit.makes, {name: way for each in ways[slice(*unit.layers)] for name, way in each.items()}, ranks))
         for unit in units)

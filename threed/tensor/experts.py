@@ -305,17 +305,18 @@ def _inner(opened: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 def _inner_backward(grad: torch.Tensor, opened: torch.Tensor,
                     weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The output of `_inner` once more; the gradients of what it reads."""
-    (gate, up), grad, column = opened.float().chunk(2, -1), grad.float(), weights.unsqueeze(-1)
+    """The output of `_inner` once more; the gradients of what it reads. These are written over `grad` and
+    `opened`, which nobody reads again: backward runs once."""
+    both, grad, column = opened.float(), grad.float(), weights.unsqueeze(-1)
+    gate, up = both.chunk(2, -1)
     silu = F.silu(gate)
     inner = silu * up
     grad_weights = (grad * inner).sum(-1)
-    grad = grad * column
-    grad_opened = torch.empty_like(opened, dtype=torch.float32)
-    grad_gate, grad_up = grad_opened.chunk(2, -1)
-    torch.mul(grad, silu, out=grad_up)
-    torch.ops.aten.silu_backward.grad_input(grad.mul_(up), gate, grad_input=grad_gate)
-    return inner.mul_(column).to(opened.dtype), grad_opened.to(opened.dtype), grad_weights
+    grad.mul_(column)
+    grad_silu = grad * up
+    torch.mul(grad, silu, out=up)
+    torch.ops.aten.silu_backward.grad_input(grad_silu, gate, grad_input=gate)
+    return inner.mul_(column).to(opened.dtype), both.to(opened.dtype), grad_weights
 
 
 def _sorted(packed: torch.Tensor, order: RowOrder | None) -> tuple[torch.Tensor, torch.Tensor]:

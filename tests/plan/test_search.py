@@ -62,7 +62,6 @@ def test_bound_of_gradients_to_the_host(every, stage, shard, least):
     assert least < share <= 1.000001
 
 
-
 @pytest.mark.parametrize("kinds, want", [
     ("", []), ("abc", ["a", "b", "c"]), ("aaab", ["a a a", "b"]), ("xababab", ["x", "ab ab ab"]),
     ("aabaabz", ["aab aab", "z"]), ("eddabcabcabch", ["e", "d d", "abc abc abc", "h"])])

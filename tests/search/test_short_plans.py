@@ -78,25 +78,25 @@ def test_memory_of_experts(dtype):
         (row.layout.text(), row.fast_bytes / row.full_bytes) for row in rows]
 
 
-@pytest.mark.parametrize("layout", [
-    *(Layout(1, 2, 4, "dp-pp-tp", name, SCHEDULES[name].virtual or 2, shard_size=4, policy="selective", ep=4,
-             pair=True) for name in ("1f1b", "interleaved", "zb-h1", "dualpipe-v")),
-    *(Layout(4, 2, 1, sequence_parallel=True, ep=ep) for ep in (1, 2, 4))], ids=Layout.text)
-def test_memory_of_pairs_and_of_copies_of_experts(layout):
-    """1f1b and zb-h1 run a forward ahead for pairs. (What the two of a pair keep at a time is neglected: an
-    estimate above the plan would keep pairs from being tried.) Ranks of tp with the same experts add up
-    gradients, which arrive in a buffer, without dp, too."""
+@pytest.mark.parametrize("layout, least", [
+    *((Layout(1, 2, 4, "dp-pp-tp", name, SCHEDULES[name].virtual or 2, shard_size=4, policy="selective", ep=4,
+              pair=True), least)
+      for name, least in (("1f1b", 0.87), ("interleaved", 0.94), ("zb-h1", 0.97), ("dualpipe-v", 0.92))),
+    *((Layout(4, 2, 1, sequence_parallel=True, ep=ep), 0.99) for ep in (1, 2, 4))], ids=str)
+def test_memory_of_pairs_and_of_copies_of_experts(layout, least):
+    """1f1b and zb-h1 run a forward ahead for pairs. (What the two of a pair keep at a time is neglected.)
+    Ranks of tp with the same experts add up gradients, which arrive in a buffer, without dp, too."""
     base = with_experts()
     full_bytes, memory_filter = max(held(make_plan(config_of(layout, base)), Transient())), MemoryFilter(
         Bounds(base, H100))
-    assert 0.88 < (memory_filter.bytes(layout) - memory_filter.taken(layout)) / full_bytes < 1.03
+    assert least < (memory_filter.bytes(layout) - memory_filter.taken(layout)) / full_bytes < 1.03
 
 
 @pytest.mark.parametrize("change", [
     {}, {"reduce_every": "step"}, {"reduce_every": 2}, {"stage": 3, "residency": 1}, {"policy": "full"},
     {"policy": "budget"}, {"ep": 4}, {"ep": 4, "pair": True}], ids=str)
 def test_short_plans_share_a_table(change):
-    """It is the same for each number of micro-batches."""
+    """It is the same for each number of micro-batches, and so are the units that become one."""
     budget = "budget" in change.values()
     base = with_experts("train.global_batch_size=240",
                         *["activation.policy=budget", "activation.budget=20GiB"] * budget)
@@ -111,6 +111,34 @@ def test_short_plans_share_a_table(change):
         table = merged(marked_table(own, make_pipeline(own))).table
         assert run_passes(own, make_pipeline(own), table).programs == alone.analysis.plan.programs
     assert len(shared) == (3 if budget else 1)
+
+
+@pytest.mark.parametrize("pp, name", [
+    (2, "zb-h1"), (3, "zb-h1"), (4, "zb-h1"), (3, "zb-h2"), (4, "1f1b"), (2, "v-half")])
+@pytest.mark.parametrize("policy", ["none", "full"])
+def test_what_pairs_add(pp, name, policy):
+    """Pairs are not tried where the filter says that they do not fit: what it says of 1f1b and zb-h1 is near
+    the plan, and for zb-h1 with three positions 6% too much."""
+    base, transient = with_experts(), Transient()
+    layout = Layout(1, pp, 4, "dp-pp-tp", name, SCHEDULES[name].virtual or 2, shard_size=4, policy=policy,
+                    ep=4)
+    plain, paired = (held(make_plan(config_of(layout._replace(pair=pair), base)), transient)
+                     for pair in (False, True))
+    said = MemoryFilter(Bounds(base, H100)).with_pairs(layout, plain)
+    assert said <= max(1.07 * max(paired), max(plain))
+    assert pp != 4 or said == pytest.approx(max(paired), rel=0.02)
+
+
+def test_reductions_that_no_period_ends():
+    """A bound of short plans is not above the step, where some of the micro-batches are not reduced."""
+    base = with_experts("train.global_batch_size=48", "model.moe_every=2", "model.seq_len=512",
+                        "precision.grad_dtype=bf16")
+    layout = Layout(1, 2, 2, "dp-pp-tp", "v-half", 2, 2, stage=2, shard_size=2, reduce_every=3,
+                    policy="selective", offload_optimizer=True)
+    bounds, config = Bounds(base, H100), config_of(layout, base)
+    true_s = ShortPlans(config, H100).step_s()
+    limited_s = ShortPlans(config, H100).step_s(limit=1.02 * true_s, microbatch_s=bounds.microbatch_s(layout))
+    assert limited_s == pytest.approx(true_s)
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "v-min", "interleaved"])

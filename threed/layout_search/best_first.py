@@ -98,11 +98,12 @@ class Search:
         self.result = SearchResult()
         self._sure: dict[object, float] = {}  # idea -> the shortest of those that surely fit
         self._times: defaultdict[object, list[float]] = defaultdict(list)  # idea -> all, the shortest first
-        self._limit = float("inf")
+        self._limit, self._pair = float("inf"), False  # whether parallel.pair is fixed to true
 
     def run(self, devices: int, fixed: Mapping[str, Any],
             progress: Progress = lambda _: None) -> SearchResult:
         """`fixed`: field of a layout -> its only value."""
+        self._pair = bool(fixed.get("pair"))
         with making_plans():
             return self._run(Space(self.bounds, devices, fixed, self.memory, self.rounding), progress)
 
@@ -165,7 +166,7 @@ class Search:
         return layouts
 
     def _does_not_fit(self, variant: Variant, fitting: list[Variant]) -> str | None:
-        layout, result, size = variant.layout, self.result, self.memory_filter.bytes(variant.layout)
+        layout, result, size = variant.layout, self.result, self._bytes(variant.layout)
         if size > self.memory:
             if result.nearest is None or size < result.nearest[0]:
                 result.nearest = size, layout
@@ -220,8 +221,11 @@ class Search:
         except ThreedError as error:
             self._refuse(1, error)
 
+    def _bytes(self, layout: Layout) -> int:
+        return self.memory_filter.bytes(layout._replace(pair=True) if self._pair else layout)
+
     def _record(self, layout: Layout, step_s: float) -> None:
-        size = self.memory_filter.bytes(layout)
+        size = self._bytes(layout)
         self.result.timed.append(Timed(layout, step_s, size))
         if size < _SURE * self.memory:
             self._sure[layout.idea] = min(step_s, self._sure.get(layout.idea, math.inf))

@@ -31,7 +31,7 @@ class PartSeconds(NamedTuple):
     windowed: float = 0.0  # to gather it each time that it comes into the window of residency
     gather: float = 0.0  # to gather it at all
     often: float = 0.0  # to reduce its gradient in a micro-batch
-    lower: float = 0.0  # to take that to the host
+    lower: float = 0.0  # to take the reduced part to the host
     reduce: float = 0.0  # at the end of a step
     step: float = 0.0  # the optimizer's step; 0 where something else may run meanwhile
 
@@ -155,10 +155,12 @@ class Bounds:
             rows, away = table.parameters, config.offload
             times = 0.0 if layout.stage < 2 or layout.reduce_every == "step" else 1 / config.reduce_every
             meanwhile = layout.offload_optimizer and (away.delayed_update or away.ratio < 1)
-            # A gradient of which more parts go to the host moves there twice as much.
-            lowers = [Instruction(Op.OFFLOAD, p, kind="gshard") for p, row in rows.items()
-                      if times and row.trains and table.streams(p) and away.ratio == 1]
-            programs = {"train": [tuple(lowers) * int(times * config.num_microbatches)]} if lowers else {}
+            # Priced by how often they are in a program: all but the first bring the sum up, too. A delayed
+            # step on the host takes long however few micro-batches there are.
+            lowers = {p: Instruction(Op.OFFLOAD, p, kind="gshard") for p, row in rows.items()
+                      if times and row.trains and table.streams(p) and not meanwhile}
+            each = config.num_microbatches // config.reduce_every
+            programs = {"train": [tuple(lowers.values()) * each]} if lowers else {}
             price = cost(Plan(table, programs, config), self.hardware)
 
             def seconds(p: int) -> PartSeconds:
@@ -168,9 +170,8 @@ class Bounds:
                 if row.trains:
                     sums = [price(0, Instruction(Op.REDUCE, p, group=step.group)) for step in row.reductions
                             if GROUPS[step.group].lane == GROUPS["dp"].lane]
-                lower = next((item for item in lowers if item.unit == p), None)
                 return PartSeconds(gather_s * (not row.whole), gather_s, times * sums[0],
-                                   times * price(0, lower) if lower is not None else 0.0, sum(sums),
+                                   times * price(0, lowers[p]) if p in lowers else 0.0, sum(sums),
                                    price(0, Instruction(Op.STEP, p)) if row.trains and not meanwhile else 0.0)
 
             tied = [seconds(p) for p, row in rows.items() if row.name == "tied embedding"]

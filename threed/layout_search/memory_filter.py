@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from operator import add, mul
+from operator import add, mul, sub
 from typing import Any, NamedTuple
 
 from threed.base.quantity import BYTES, parse_bytes
@@ -57,6 +57,11 @@ class MemoryFilter:
         """Of the fullest rank, with temporaries, CUDA and NCCL."""
         peak = max(map(add, self._fixed(layout), self._kept(layout)))
         return peak + (self.taken(layout) if self.config.run.device != "cpu" else 0)
+
+    def with_pairs(self, layout: Layout, peaks: Sequence[int]) -> int:
+        """Of the fullest rank with parallel.pair, where without it positions have these peaks."""
+        paired, plain = self._kept(layout._replace(pair=True)), self._kept(layout)
+        return max(map(add, peaks, map(sub, paired, plain)))
 
     def host_bytes(self, layout: Layout) -> int:
         """Of what is off the device, of the ranks of a node."""

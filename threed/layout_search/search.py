@@ -6,7 +6,6 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from threed.layout_search.short_plan import ShortPlans
 from threed.layout_search.space import NO_MEMORY
 from threed.models.model import model_flops
 from threed.prediction.hardware import DEFAULT, OF_CPUS, Hardware
+from threed.prediction.peak import Peak
 
 _PLANNED = 20  # ideas about which the full plan decides
 _BY_PLAN = "does not fit, or cannot run, by the full plan"
@@ -75,17 +75,23 @@ def _planned(asked: Question, searched: Search, result: SearchResult,
     from threed.prediction.transient import Transient
 
     rows, transient, tries, done = [], Transient(), Counter[object](), set[object]()
-    machine, limit, about = searched.hardware, searched.memory, searched.memory_filter.bytes
-    fixed = asked.fixed.get("pair")
+    machine, limit, fixed = searched.hardware, searched.memory, asked.fixed.get("pair")
 
-    def planned(layout: Layout) -> dict[str, Any] | None:
+    def measured(layout: Layout) -> dict[str, Any] | None:
         config = asked.config(layout)
         config.train.eval_every = config.checkpoint.every = 0  # a step has no part in them
         try:
             values = measure(checked(config), machine, transient)
         except ThreedError:
             return None
-        return _row(asked, machine, layout, values) if values["peak_bytes"] <= limit else None
+        return values if values["peak_bytes"] <= limit else None
+
+    def with_pairs(layout: Layout, plain: dict[str, Any]) -> dict[str, Any] | None:
+        """What is measured with parallel.pair, where that may fit. `plain`: without."""
+        peaks = [Peak(**each).total for each in plain["peaks"]]
+        if searched.memory_filter.with_pairs(layout, peaks) > limit:
+            return None
+        return measured(layout._replace(pair=True))
 
     for each in result.timed:
         idea = each.layout.idea
@@ -94,14 +100,16 @@ def _planned(asked: Question, searched: Search, result: SearchResult,
         tries[idea] += 1
         progress(f"plan {len(rows) + 1}: {each.layout.text()}")
         best_s = min((row["step_s"] for row in rows), default=math.inf)
-        row = planned(each.layout._replace(pair=bool(fixed)))
-        if row is None:
+        layout = each.layout._replace(pair=bool(fixed))
+        values = measured(layout)
+        if values is None:
             result.dropped[_BY_PLAN] += 1
             continue
-        if fixed is None and _pairs_may_win(each.layout, row, best_s):
-            paired = each.layout._replace(pair=True)
-            if row["peak_bytes"] + about(paired) - about(each.layout) <= limit:
-                row = min(row, planned(paired) or row, key=itemgetter("step_s"))
+        row = _row(asked, machine, layout, values)
+        if fixed is None and _pairs_may_win(layout, row, best_s):
+            paired = with_pairs(layout, values)
+            if paired is not None and paired["step_s"] < row["step_s"]:
+                row = _row(asked, machine, layout._replace(pair=True), paired)
         done.add(idea)
         rows.append(row)
         if len(rows) == _PLANNED:

@@ -72,7 +72,9 @@ def short_plan(config: Config, microbatches: int, ends: bool = True,
     short, tables = _short(config, microbatches), {} if tables is None else tables
     pipeline, about = make_pipeline(short), short
     key = pipeline.place, microbatches
-    if config.activation.policy != "budget":  # tables differ by the number of micro-batches alone
+    # Other tables differ by the number of micro-batches alone, which no pass reads: short plans share one.
+    # (`merged` takes it that each number of zero.reduce_every is reached.)
+    if config.activation.policy != "budget":
         about, key = _short(config, _MANY), (pipeline.place, _MANY)
     if key not in tables:
         tables[key] = merged(marked_table(about, pipeline), ends)
@@ -196,8 +198,10 @@ class ShortPlans:
             added = self._timed(self._filling) - free.filling_s
             return free.step_s + added if free.step_s + added > limit else alike.free_step().step_s + added
         if not hides and limit < math.inf:
-            per = max(microbatch_s, free.microbatch_s)
-            least_s = self._timed(self._filling) + (self.m - self._filling) * per
+            # Of micro-batches that are less than a period of reductions, none may be reduced.
+            every, left = self.config.zero.reduce_every, self.m - self._filling
+            whole = left - left % every if isinstance(every, int) else left
+            least_s = self._timed(self._filling) + max(left * free.microbatch_s, whole * microbatch_s)
             if least_s > limit:
                 return least_s
             least_s = self._timed(self._steady) + (self.m - self._steady) * self._pace_s((), early=True)

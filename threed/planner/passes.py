@@ -107,8 +107,9 @@ def run_passes(config: Config, pipeline: Pipeline, table: Table,
     done: dict[tuple[Pass, ...], Programs] = {(): [[] for _ in range(table.num_positions)]}
 
     def after(passes: tuple[Pass, ...]) -> Programs:
-        if passes not in done:  # programs share the results of their first passes
-            done[passes] = passes[-1].apply(after(passes[:-1]), table)
+        for stop in range(1, len(passes) + 1):  # programs share the results of their first passes
+            if passes[:stop] not in done:
+                done[passes[:stop]] = passes[stop - 1].apply(done[passes[:stop - 1]], table)
         return done[passes]
 
     named = named or recipes(config, pipeline, table)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -57,7 +58,7 @@ class Forms:
 
     def _at(self, position: int) -> _Known:
         if position not in self._known:
-            self._known[position] = _Known(self._table, position)
+            self._known.setdefault(position, _Known(self._table, position))
         return self._known[position]
 
 
@@ -79,15 +80,17 @@ class _Known(dict[tuple[Any, ...], Any]):
         return self.setdefault(fields, form)
 
 
-# The forms of each table that is alive, by its id and by position.
+# The forms of each table that is alive, by its id and by position. Ranks that are threads share a table.
 _ALIVE: dict[int, dict[int, _Known]] = {}
+_CHANGING = threading.Lock()
 
 
 def _forms_of(table: Table) -> dict[int, _Known]:
-    if id(table) not in _ALIVE:
-        _ALIVE[id(table)] = {}
-        weakref.finalize(table, _ALIVE.pop, id(table)).atexit = False
-    return _ALIVE[id(table)]
+    with _CHANGING:
+        if id(table) not in _ALIVE:
+            _ALIVE[id(table)] = {}
+            weakref.finalize(table, _ALIVE.pop, id(table)).atexit = False
+        return _ALIVE[id(table)]
 
 
 _AT = Instruction._fields.index("microbatch")

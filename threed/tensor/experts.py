@@ -305,8 +305,8 @@ def _inner(opened: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 def _inner_backward(grad: torch.Tensor, opened: torch.Tensor,
                     weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The output of `_inner` once more; the gradients of what it reads. These are written over `grad` and
-    `opened`, which nobody reads again: backward runs once."""
+    """The output of `_inner` once more; the gradients of what it reads. In fp32 it writes over `grad` and
+    `opened`, which nobody reads again, for backward runs once; in 16 bits over copies of them."""
     both, grad, column = opened.float(), grad.float(), weights.unsqueeze(-1)
     gate, up = both.chunk(2, -1)
     silu = F.silu(gate)

@@ -43,7 +43,7 @@ class Bounds:
         self.config, self.hardware = config, hardware
         self._units: dict[object, Units] = {}
         self._bounds: dict[object, tuple[list[float], float, float]] = {}
-        self._stages_of: dict[object, list[tuple[float, ...]]] = {}
+        self._stage_times: dict[object, list[tuple[float, ...]]] = {}
         self._known: dict[object, tuple[list[PartSeconds], PartSeconds]] = {}
 
     def microbatches(self, layout: Layout) -> int:
@@ -198,16 +198,16 @@ class Bounds:
     def _stage_seconds(self, layout: Layout, cut: MicroBatchCut) -> list[tuple[float, ...]]:
         """Of each stage: forward, backward, its half for weights' gradients, and what is computed again."""
         key = cut, layout.pp * layout.virtual_stages
-        if key not in self._stages_of:
+        if key not in self._stage_times:
             model = self.units(layout.tile_linears, layout.tp)
             units, split = model.of(cut), model.split(key[1])
             assert split is not None, layout
             units = [*units[:-1], units[-1]._replace(again=False)]
-            self._stages_of[key] = [tuple(sum(column) for column in zip(*[
+            self._stage_times[key] = [tuple(sum(column) for column in zip(*[
                 (unit.forward_s + unit.forward_wait_s, unit.backward_s + unit.backward_wait_s, unit.weight_s,
                  unit.again_s * unit.again) for unit in units[first:stop]], strict=True))
                 for first, stop in split]
-        return self._stages_of[key]
+        return self._stage_times[key]
 
 
 # ---------------------------------------------------------------- of schedules

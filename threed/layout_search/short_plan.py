@@ -70,12 +70,11 @@ def short_plan(config: Config, microbatches: int, ends: bool = True,
     other short plans of the config, which share them. InputError where it keeps more than the config
     allows."""
     short, tables = _short(config, microbatches), {} if tables is None else tables
-    pipeline, about = make_pipeline(short), short
-    key = pipeline.place, microbatches
-    # Other tables differ by the number of micro-batches alone, which no pass reads: short plans share one.
-    # (`merged` takes it that each number of zero.reduce_every is reached.)
-    if config.activation.policy != "budget":
-        about, key = _short(config, _MANY), (pipeline.place, _MANY)
+    pipeline = make_pipeline(short)
+    # Tables differ by the number of micro-batches alone, which no pass reads, but for those of a budget, for
+    # which plans are made. (`merged` takes it that each number of zero.reduce_every is reached.)
+    about = short if config.activation.policy == "budget" else _short(config, _MANY)
+    key = pipeline.place, about.num_microbatches
     if key not in tables:
         tables[key] = merged(marked_table(about, pipeline), ends)
     analysis = Analysis(run_passes(short, pipeline, tables[key].table))

@@ -28,21 +28,30 @@ from threed.extend import (
 )
 
 
-class Attends(Layer):
-    """GPT's attention, and the norm of the MLP: its rows are gathered over a run."""
+class Norms(Layer):
+    """The norm of the MLP: its rows are gathered over a run."""
 
     def __init__(self, model: ModelConfig, index: int):
         self.model, self.name = model, f"blocks.{index}"
-        self.attention, mlp = gpt.block(model, index).branches
-        self.norm = mlp.norm
+        self.norm = gpt.block(model, index).branches[1].norm
         self.travels = {"rows": Gathered("all", over="fp")}
 
     def makes(self, share: Share) -> dict[str, int]:
         return {"rows": share.bytes(self.model.seq_len * self.model.hidden, SEQUENCE)}
 
     def forward(self, x: Any, batch: Any) -> Out:
-        x = self.attention(x, batch)
         return Out(x, {"rows": self.norm(x).flatten(0, 1)})
+
+
+class Attends(Norms):
+    """GPT's attention before it."""
+
+    def __init__(self, model: ModelConfig, index: int):
+        super().__init__(model, index)
+        self.attention = gpt.block(model, index).branches[0]
+
+    def forward(self, x: Any, batch: Any) -> Out:
+        return super().forward(self.attention(x, batch), batch)
 
 
 class Mlp(Held):
@@ -87,10 +96,12 @@ class Collects(Layer):
         return added(x, mine.unflatten(0, (parts, -1, len(batch.samples_B))).sum(0))
 
 
-def layers(model: ModelConfig) -> list[Layer]:
+def layers(model: ModelConfig, first: type[Norms] = Attends) -> list[Layer]:
     blocks = [part for index in range(model.layers)
-              for part in (Attends(model, index), Computes(model, index), Collects(index))]
+              for part in (first(model, index), Computes(model, index), Collects(index))]
     return [Embedding(model), *blocks, Head(model)]
 
 
 FOLDED = Family(layers)
+# No token sees another one: for axes that divide the tokens of a sample.
+POINTWISE = Family(lambda model: layers(model, Norms))

@@ -25,6 +25,7 @@ from threed.planner import make_mesh, make_plan
 from threed.schema import Config, ParallelConfig
 
 FOLDED = "model.family=tests/families/folded.py:FOLDED"
+POINTWISE = "model.family=tests/families/folded.py:POINTWISE"
 SMALL = ["model.layers=2", "model.hidden=16", "model.heads=4", "model.seq_len=8", "model.vocab=30",
          "model.vocab_multiple=16", "train.global_batch_size=8"]
 PP, DP, SP = ["parallel.pp=2"], ["parallel.dp=2"], ["parallel.tp=2", "parallel.sequence_parallel=true"]
@@ -40,11 +41,23 @@ MESHES = {
 @pytest.fixture(autouse=True)
 def fold(monkeypatch):
     """A row, those of its groups, and its key."""
-    monkeypatch.setitem(mesh.FOLDS, "fp", Fold(("dp", "tp"), "rest"))
-    for name, row in mesh.fold_groups("fp").items():
-        monkeypatch.setitem(mesh.GROUPS, name, row)
+    fold_along(monkeypatch, "dp", "tp")
     # A real fold has a key: `fp: int = 1` in schema.ParallelConfig.
     monkeypatch.setattr(ParallelConfig, "fp", 1, raising=False)
+
+
+def fold_along(monkeypatch: pytest.MonkeyPatch, *axes: str) -> None:
+    monkeypatch.setitem(mesh.FOLDS, "fp", Fold(axes, "rest"))
+    for name, row in mesh.fold_groups("fp").items():
+        monkeypatch.setitem(mesh.GROUPS, name, row)
+
+
+def add_axis(monkeypatch: pytest.MonkeyPatch, divides: str) -> None:
+    """An axis xp of two ranks, of which no layer knows."""
+    monkeypatch.setitem(mesh.AXES, "xp", divides)
+    monkeypatch.setattr(mesh, "QUIET", {*mesh.QUIET, "xp"})
+    monkeypatch.setitem(mesh.GROUPS, "xp", mesh.GroupRow(("xp",), "xp", "compute"))
+    monkeypatch.setattr(ParallelConfig, "xp", 2, raising=False)
 
 
 def with_fp(size: int, *overrides: str) -> Config:
@@ -61,6 +74,48 @@ CELLS = [(name, stage) for name in MESHES for stage in range(4) if stage or "gro
 def test_contract(name, stage, references):
     size, chosen = MESHES[name]
     assert_contract(with_fp(size, *chosen, f"zero.stage={stage}", "model.tie_embeddings=false"), references)
+
+
+# Axes of the fold, and of ranks that it does not name, which have copies and tokens of their own.
+PARTIAL = {
+    "tp-of-dp-tp": (("tp",), [*DP, *SP]), "dp-of-dp-tp": (("dp",), [*DP, *SP]),
+    "tp-in-groups": (("tp",), [*DP4, *SP, "zero.shard_size=2"]),
+    "dp-in-groups": (("dp",), [*DP4, *SP, "zero.shard_size=2"]),
+    "tp-tp-dp": (("tp",), [*DP, *SP, "parallel.axis_order=pp-tp-dp"]),
+    "dp-same-tokens": (("dp",), [*DP, "parallel.tp=2"]),  # in all ranks of tp: equal gradients
+}
+
+
+@pytest.mark.parametrize("name, stage", [(name, stage) for name in PARTIAL for stage in range(4)
+                                         if stage or "groups" not in name])
+def test_axes_that_a_fold_leaves_out(name, stage, references, monkeypatch):
+    """Gradients of one run alone, from which copies drift apart."""
+    axes, chosen = PARTIAL[name]
+    fold_along(monkeypatch, *axes)
+    assert_contract(with_fp(2, *chosen, f"zero.stage={stage}", "optimizer.clip_grad=0.1"), references)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("axes, chosen", [
+    (("dp", "tp"), [*DP, *SP]), (("tp",), SP), (("dp",), DP), (("xp",), [*DP, *SP]), (("dp", "xp"), DP),
+    (("dp", "tp"), [*DP, "zero.shard_size=2"]), (("samples", "tokens", "tp"), [*DP, *SP, *PP])])
+def test_an_axis_of_tokens(axes, chosen, stage, references, monkeypatch):
+    add_axis(monkeypatch, "tokens")
+    fold_along(monkeypatch, *axes)
+    assert_contract(with_fp(2, *chosen, f"zero.stage={stage}", POINTWISE), references)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_an_axis_whose_ranks_have_the_same_tokens(stage, references, monkeypatch):
+    add_axis(monkeypatch, "parameters")
+    assert_contract(with_fp(2, *DP, f"zero.stage={stage}", "parallel.axis_order=pp-dp-tp-xp"), references)
+
+
+def test_experts_span_axes_of_tokens(monkeypatch):
+    add_axis(monkeypatch, "tokens")
+    assert mesh.FOLDS["ep"].axes == ("dp", "xp", "tp")
+    here = Mesh(dp=2, xp=2, tp=2, ep=8)
+    assert here.groups("ep") == [tuple(range(8))] and here.group("edp", 3) == (3,)
 
 
 MORE = {
@@ -131,6 +186,17 @@ def test_what_is_saved_is_equal_to_the_bit(tmp_path):
     assert sums[0] == sums[1] == sums[2] and "blocks.0.mlp.up" in sums[0]
 
 
+@pytest.mark.parametrize("axes", [("tp",), ("dp",)])
+def test_copies_are_saved_once(axes, tmp_path, references, monkeypatch):
+    """Of a fold that leaves ranks with copies out; and those are read on other meshes."""
+    fold_along(monkeypatch, *axes)
+    path, want = "auto", references(with_fp(1), 4).losses
+    for number, chosen in enumerate(([*DP, *SP, "zero.stage=1"], [*DP4, *SP, "zero.stage=3", *PP])):
+        config = with_fp(2, *chosen, f"run.dir={tmp_path / str(number)}", f"train.resume={path}")
+        losses, path = train(config, 2)
+        assert losses == pytest.approx(want[2 * number:2 * number + 2], rel=1e-5)
+
+
 def test_search():
     """Every layout is one whose ranks the fold divides, and is timed as its whole plan is."""
     base = with_fp(2, "train.global_batch_size=64", "run.device=auto")
@@ -159,6 +225,20 @@ def test_bad_folds(name):
         checked(config)
     with pytest.raises(ValueError, match=message):
         make_mesh(config)
+
+
+def test_folds_along_ranks_with_the_same_tokens(monkeypatch):
+    add_axis(monkeypatch, "parameters")
+    fold_along(monkeypatch, "dp", "xp")
+    with pytest.raises(ConfigError, match=r"parallel\.xp=2 and weights cut over fp: all ranks of xp would "
+                                          r"send the same tokens, .*leave xp out"):
+        checked(with_fp(2, *DP, *SP))
+    fold_along(monkeypatch, "dp", "tp")
+    with pytest.raises(ConfigError, match=r"sequence_parallel=false with parallel\.tp=2 and weights"):
+        checked(with_fp(2, "parallel.tp=2"))
+    fold_along(monkeypatch, "pp", "dp")
+    with pytest.raises(ConfigError, match="is of a fold along pp, whose ranks have other layers"):
+        checked(with_fp(2, *DP, *PP))
 
 
 def test_a_parameter_of_two_ways(tmp_path):

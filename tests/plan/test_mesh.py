@@ -79,10 +79,10 @@ def test_runs_of_the_ranks_along_two_axes(order, monkeypatch):
     mesh = Mesh(order, pp=2, dp=4, tp=2)
     for rank in range(mesh.size):
         here = mesh.coordinate(rank)
-        number = mesh.number(here, axes)
+        number = mesh.number(here.on, axes)
         assert mesh.at(number, axes) == {axis: here.on[axis] for axis in axes}
         run, place = (mesh.group(name, rank) for name in ("run", "place"))
-        of = [mesh.number(mesh.coordinate(other), axes) for other in run]
+        of = [mesh.number(mesh.coordinate(other).on, axes) for other in run]
         assert of == [*range(number // 4 * 4, number // 4 * 4 + 4)] and run[number % 4] == rank
         assert place[number // 4] == rank and set(run) & set(place) == {rank} and len(place) == 2
         assert {mesh.coordinate(other).position for other in (*run, *place)} == {here.position}

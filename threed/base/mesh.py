@@ -34,8 +34,9 @@ def axes_of(what: str) -> tuple[str, ...]:
 
 
 def spanned(over: Iterable[str]) -> tuple[str, ...]:
-    """Axes, and all axes of what ranks along them divide, such as tokens."""
-    return tuple(axis for each in over for axis in (axes_of(each) if each in _DIVIDED else (each,)))
+    """Axes, and all axes of what ranks along them divide, such as tokens; each once."""
+    return tuple(dict.fromkeys(axis for each in over
+                               for axis in (axes_of(each) if each in _DIVIDED else (each,))))
 
 
 class GroupRow(NamedTuple):
@@ -61,22 +62,19 @@ class GroupRow(NamedTuple):
         return self.axes is None or "pp" in self.axes
 
 
-def in_runs(length: Callable[[Mesh], int], step: Callable[[Mesh], int] = lambda mesh: 1,
-            ) -> Callable[[Mesh, int], range]:
-    """Members are runs of so many ranks, each `step` after the one before."""
+def in_runs(length: Callable[[Mesh], int]) -> Callable[[Mesh, int], range]:
+    """Members are runs of so many consecutive ranks."""
     def members(mesh: Mesh, at: int) -> range:
-        apart, first = step(mesh), at - at // step(mesh) % length(mesh) * step(mesh)
-        return range(first, first + length(mesh) * apart, apart)
+        first = at - at % length(mesh)
+        return range(first, first + length(mesh))
 
     return members
 
 
-def across_runs(length: Callable[[Mesh], int], over: tuple[str, ...],
-                step: Callable[[Mesh], int] = lambda mesh: 1) -> Callable[[Mesh, int], range]:
+def across_runs(length: Callable[[Mesh], int], over: tuple[str, ...]) -> Callable[[Mesh, int], range]:
     """Members are the ranks at the same place in each run. `over`: the row's."""
     def members(mesh: Mesh, at: int) -> range:
-        apart = length(mesh) * step(mesh)
-        return range(at % apart, mesh.count(spanned(over)), apart)
+        return range(at % length(mesh), mesh.count(spanned(over)), length(mesh))
 
     return members
 
@@ -115,11 +113,22 @@ GROUPS: dict[str, GroupRow] = {
 
 class Fold(NamedTuple):
     """The ranks of a position numbered in a second way, for the parameters that are cut over its axis: those
-    along `axes` together are runs of consecutive ranks, and each run has all of these parameters. Each of
-    these ranks must have tokens of its own: their gradients are summed over `over`."""
+    along `along` together are runs of consecutive ranks, and each run has all of these parameters. Each of
+    these ranks must have tokens of its own. The gradient is summed over all ranks with equal parts: of other
+    runs, and along axes of data that the fold does not name."""
 
-    axes: tuple[str, ...]
+    along: tuple[str, ...]  # axes, or what ranks along them divide, which is all such axes
     over: str  # the group of ranks with equal parts, over which these parameters are sharded
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes along which runs are."""
+        return spanned(self.along)
+
+    @property
+    def spans(self) -> tuple[str, ...]:
+        """The axes of the groups of ranks with equal parts."""
+        return spanned((*self.along, *_DATA))
 
     @property
     def shard(self) -> str:
@@ -138,35 +147,49 @@ class Fold(NamedTuple):
 
     def ranks(self, mesh: Mesh, axis: str) -> int:
         """In that group."""
-        return mesh.count(self.axes) // mesh.folds[axis] // mesh.copies
+        return mesh.count(self.spans) // mesh.folds[axis] // mesh.copies
 
 
 # Derived axis, the place in a run, whose key in parallel.* is its ranks -> its fold. `fold_groups` gives the
 # rows of GROUPS that it needs.
-FOLDS: dict[str, Fold] = {"ep": Fold(("dp", "tp"), "edp")}  # experts
+FOLDS: dict[str, Fold] = {"ep": Fold((*_DATA, "tp"), "edp")}  # experts
 
 
 def fold_groups(axis: str) -> dict[str, GroupRow]:
     """The runs of a fold, on a lane of their own, and the ranks with equal parts, all of them and in shard
     groups."""
-    def length(mesh: Mesh) -> int:
-        return mesh.folds[axis]
-
-    def shards(mesh: Mesh) -> int:
-        return fold.ranks(mesh, axis)
-
     fold = FOLDS[axis]
-    axes, over = fold
+    along, over = fold
+    spans = (*along, *_DATA)
+
+    def equal(mesh: Mesh, at: int) -> list[int]:
+        """The ranks with the parts of the rank `at`."""
+        copies = [each for each in fold.spans if each not in fold.axes]
+        runs = range(mesh.number(mesh.at(at, fold.spans), fold.axes) % mesh.folds[axis],
+                     mesh.count(fold.axes), mesh.folds[axis])
+        others = [mesh.at(number, copies) for number in range(mesh.count(copies))]
+        return sorted(mesh.number({**other, **mesh.at(number, fold.axes)}, fold.spans)
+                      for number in runs for other in others)
+
+    def shards(mesh: Mesh, at: int) -> list[int]:
+        alike, length = equal(mesh, at), fold.ranks(mesh, axis)
+        first = alike.index(at) // length * length
+        return alike[first:first + length]
+
+    def copies(mesh: Mesh, at: int) -> list[int]:
+        alike, length = equal(mesh, at), fold.ranks(mesh, axis)
+        return alike[alike.index(at) % length::length]
+
     def used(mesh: Mesh) -> bool:
         return axis in mesh.folded
 
     def copied(mesh: Mesh) -> bool:
         return used(mesh) and mesh.has_copies
 
-    return {axis: GroupRow(axes, axis, axis, in_runs(length), used),
-            over: GroupRow(axes, "dp", "dp", across_runs(length, axes), used),
-            fold.shard: GroupRow(axes, "dp", "dp", in_runs(shards, length), copied),
-            fold.replica: GroupRow(axes, "dp", "dp", across_runs(shards, axes, length), copied)}
+    return {axis: GroupRow(along, axis, axis, in_runs(lambda mesh: mesh.folds[axis]), used),
+            over: GroupRow(spans, "dp", "dp", equal, used),
+            fold.shard: GroupRow(spans, "dp", "dp", shards, copied),
+            fold.replica: GroupRow(spans, "dp", "dp", copies, copied)}
 
 
 GROUPS |= fold_groups("ep")
@@ -186,13 +209,17 @@ def in_full(order: Sequence[str]) -> tuple[str, ...]:
 
 def fold_problem(axis: str, size: int, sizes: Mapping[str, int], shard_size: int) -> str:
     """Why a fold cannot have runs of `size` ranks; "" where it can. `sizes`: of the other axes."""
-    axes = FOLDS[axis].axes
-    ranks, copies = (prod(sizes[each] for each in some) for some in (axes, data_axes()))
+    fold = FOLDS[axis]
+    if "pp" in fold.axes:
+        return "is of a fold along pp, whose ranks have other layers: FOLDS takes axes of one position"
+    runs, spans, data = ([each for each in axes if each not in QUIET or sizes[each] > 1]
+                         for axes in (fold.axes, fold.spans, data_axes()))
+    ranks, all_ranks, copies = (prod(sizes[each] for each in axes) for axes in (runs, spans, data))
     copies //= shard_size
     if size < 1 or ranks % size:
-        return f"does not divide the {ranks} ranks of {' x '.join(axes)}: take a divisor of {ranks}"
-    if ranks // size % copies:
-        return (f"leaves {ranks // size} of the ranks of {' x '.join(axes)} with equal parts, which the "
+        return f"does not divide the {ranks} ranks of {' x '.join(runs)}: take a divisor of {ranks}"
+    if (equal := all_ranks // size) % copies:
+        return (f"leaves {equal} of the ranks of {' x '.join(spans)} with equal parts, which the "
                 f"{copies} shard groups do not divide: take fewer of either (zero.shard_size)")
     return ""
 
@@ -286,7 +313,7 @@ class Mesh:
         here = Coordinate({axis: at[axis] for axis in AXES}, shown(self.sizes))
         if not self.folded:
             return here
-        folded = {axis: self.number(here, FOLDS[axis].axes) % self.folds[axis] for axis in self.folded}
+        folded = {axis: self.number(here.on, FOLDS[axis].axes) % self.folds[axis] for axis in self.folded}
         return Coordinate({**here.on, **folded}, here.shown)
 
     def rank(self, **at: int) -> int:
@@ -303,7 +330,7 @@ class Mesh:
     def tokens_of(self, here: Coordinate) -> tuple[int, int]:
         """(index, count) of a rank's part of the tokens of a sample."""
         axes = axes_of("tokens")
-        return self.number(here, axes), self.count(axes)
+        return self.number(here.on, axes), self.count(axes)
 
     def group(self, name: str, rank: int) -> tuple[int, ...]:
         """The ranks of the group called `name` that `rank` is in, in the order of their coordinates."""
@@ -313,18 +340,18 @@ class Mesh:
         if row.axes is None:
             return tuple(range(self.size))
         members = (range(self.count(row.axes)) if row.members is None
-                   else row.members(self, self.number(here, row.axes)))
+                   else row.members(self, self.number(here.on, row.axes)))
         return tuple(self.beside(here, **self.at(number, row.axes)) for number in members)
 
     def count(self, axes: Iterable[str]) -> int:
         """Ranks along these axes together."""
         return prod(self.sizes[axis] for axis in axes)
 
-    def number(self, here: Coordinate, axes: Collection[str]) -> int:
-        """Of a rank among all ranks along these axes, in the order of the mesh."""
+    def number(self, on: Mapping[str, int], axes: Collection[str]) -> int:
+        """Of the rank with these coordinates among all ranks along these axes, in the order of the mesh."""
         number = 0
         for axis in self._in_order(axes):
-            number = number * self.sizes[axis] + here.on[axis]
+            number = number * self.sizes[axis] + on[axis]
         return number
 
     def at(self, number: int, axes: Collection[str]) -> dict[str, int]:

@@ -9,7 +9,7 @@ from itertools import accumulate
 from threed.base.errors import Problem
 from threed.base.mesh import FOLDS, axes_of, fold_problem
 from threed.base.remember import remembered
-from threed.models.tiling import counts_rows, folds_of, layers_of, model_key, together, unit_layers
+from threed.models.tiling import counts_rows, folds_of, layers_of, model_key, share_of, together, unit_layers
 from threed.schedules.orders import SCHEDULES
 from threed.schema import Config
 
@@ -30,10 +30,15 @@ def check_folds(config: Config) -> Iterator[Problem]:
     folds = () if config.model.own_layers else folds_of(config)
     split = [axis for fold in folds for axis in FOLDS[fold].axes if axis in axes_of("parameters")]
     for axis in dict.fromkeys(split):
-        if (ranks := config.axis_sizes[axis]) > 1 and not config.parallel.sequence_parallel:
-            yield Problem.of("parallel.sequence_parallel", f"=false with parallel.{axis}={ranks} and weights "
-                             f"cut over {', '.join(folds)}: all ranks of {axis} would send the same tokens; "
-                             "set it to true")
+        same = (f"and weights cut over {', '.join(folds)}: all ranks of {axis} would send the same tokens, "
+                "whose gradients would be added up")
+        if (ranks := config.axis_sizes[axis]) == 1 or axis in share_of(config).sequence:
+            continue
+        if axis == "tp":
+            yield Problem.of("parallel.sequence_parallel", f"=false with parallel.tp={ranks} {same}; set it "
+                             "to true")
+        else:
+            yield Problem.of(f"parallel.{axis}", f"={ranks} {same}; leave {axis} out of the axes of the fold")
     precision = config.precision
     for key in ("grad_dtype", "reduce_dtype"):
         value = getattr(precision, key)

@@ -214,10 +214,11 @@ class _Shared(NamedTuple):
                    copies, ranks, share.sequence, elements)
 
     def folded(self, config: Config, axis: str) -> _Shared:
-        """How units of a fold are."""
+        """How units of a fold are. (Their group sums over the axes that it spans.)"""
         mesh, fold = make_mesh(config), FOLDS[axis]
+        others = {each: ranks for each, ranks in self.ranks.items() if each not in fold.spans}
         return self._replace(group=fold.group(mesh), replica=fold.replica,
-                             shards=fold.ranks(mesh, axis), ranks={})
+                             shards=fold.ranks(mesh, axis), ranks=others)
 
     def reductions(self, laid: FlatLayout, positions: int) -> tuple[Reduction, ...]:
         parts = {axis: laid.partial(GROUPS[axis].axes or (), self.sequence) for axis in self.ranks}

@@ -110,6 +110,21 @@ def data_of(config: Config, step: int) -> Data:
     return Data(inputs, labels, positions, int((labels != NOT_COUNTED).sum()))
 
 
+def _eight_bits(weight: float) -> float:
+    mantissa, exponent = math.frexp(weight)
+    return math.ldexp(round(mantissa * 256), exponent - 8)
+
+
+def _far_apart(count: int) -> list[int]:
+    """Numbers below `count`, in an order in which neighbours are spread evenly: one of each of as many equal
+    runs as the least prime factor says, and so on within the runs."""
+    prime = next((each for each in range(2, count + 1) if count % each == 0), None)
+    if prime is None:
+        return [0]
+    inner = _far_apart(count // prime)
+    return [first * (count // prime) + each for each in inner for first in range(prime)]
+
+
 def _gap(falling: list[float], count: int) -> float:
     """From the last of the first `count` numbers to the next."""
     return falling[count - 1] - falling[count] if count < len(falling) else math.inf
@@ -248,7 +263,8 @@ class Reference:
         """The choice of each token, by itself."""
         k, groups = model.experts_per_token, model.expert_groups
         if model.moe_route == "balanced":
-            return torch.tensor([[(t // sequences * k + j) % model.experts for j in range(k)]
+            order = _far_apart(model.experts)
+            return torch.tensor([[order[(t // sequences * k + j) % model.experts] for j in range(k)]
                                  for t in range(len(scores))])
         picks = []
         for row in scores.tolist():
@@ -267,7 +283,7 @@ class Reference:
     @staticmethod
     def _within_capacity(model: ExpertsConfig, picks: torch.Tensor, weights: torch.Tensor,
                          sequences: int) -> torch.Tensor:
-        """Which choices of each token are computed."""
+        """Which choices of each token are computed: by weights of 8 bits, as bf16 has them."""
         kept = torch.ones_like(picks, dtype=torch.bool)
         if model.moe_capacity is None:
             return kept
@@ -275,7 +291,7 @@ class Reference:
         most = math.ceil(length * picks.shape[1] / model.experts * model.moe_capacity)
         for sequence in range(sequences):
             for expert in range(model.experts):
-                mine = [(-weights[token, place].item(), token, place)
+                mine = [(-_eight_bits(weights[token, place].item()), token, place)
                         for token in range(sequence, len(picks), sequences)
                         for place in range(picks.shape[1]) if picks[token, place] == expert]
                 for _, token, place in sorted(mine)[most:]:

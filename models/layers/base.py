@@ -108,7 +108,8 @@ class Layer(Part):
     by_graph: Sequence[torch.nn.Parameter] | None = None
 
     def makes(self, share: Share) -> dict[str, int]:
-        """Tensors for later layers: name -> bytes."""
+        """Tensors for later layers: name -> bytes. Of what comes from other ranks in their place, too, where
+        plans are to count more or less than leaves."""
         return {}
 
     def passes(self, share: Share) -> Outflow | None:

@@ -62,8 +62,7 @@ class ExpertsConfig(ModelConfig):
                                            "experts; the others are dropped in training. null: no limit",
                                      above=0)
     moe_route: str = key("learned", "the choice of experts", choices={
-        "learned": "", "balanced": "choice j of token t of a sequence is expert (t k + j) mod experts: for "
-                                   "benchmarks"})
+        "learned": "", "balanced": "each expert gets equally many rows, whatever the scores: for benchmarks"})
     balance: str = key("none", "what keeps experts balanced", choices={
         "none": "", "bias": "of the choice, which moves by optimizer.balance_rate a step",
         "sequence": "an auxiliary loss, of each sequence by itself"})
@@ -81,6 +80,11 @@ class ExpertsConfig(ModelConfig):
         """Rows for which memory is planned on a rank, times those of balanced experts."""
         most = self.capacity * self.experts / (self.seq_len * self.experts_per_token)
         return min(self.moe_room, max(1.0, most))
+
+    def arriving(self, share: Share) -> int:
+        """Rows that come to a rank's experts, as plans count them."""
+        leaving = share.bytes(self.seq_len * self.experts_per_token, SEQUENCE, 1)
+        return math.ceil(leaving * self.room) if share.over(EP) > 1 else leaving
 
     @property
     def inner(self) -> int:
@@ -124,13 +128,14 @@ class Routes(Layer):
         self.loss = model.balance == "sequence" or model.z_loss > 0
         self.without_grad = {"picks": "int64", "counts": "int64"}
         self.travels = {"counts": Exchanged("arriving", EP),
-                        "routed": Exchanged("arrived", EP, "counts", "arriving", model.room, EXTRA)}
+                        "routed": Exchanged("arrived", EP, "counts", "arriving", EXTRA)}
 
     def makes(self, share: Share) -> dict[str, int]:
         model, rows = self.model, self.model.seq_len * self.model.experts_per_token
         normed = share.bytes(model.seq_len * model.hidden, SEQUENCE) if model.shared_expert_ffn else 0
+        row = model.hidden * share.element + EXTRA
         return {"picks": share.bytes(rows, SEQUENCE, 8), "counts": 8 * model.experts,
-                "routed": share.bytes(rows, SEQUENCE, model.hidden * share.element + EXTRA),
+                "routed": share.bytes(rows, SEQUENCE, row), "arrived": model.arriving(share) * row,
                 **({"normed": normed} if normed else {})}
 
     def cost(self, share: Share) -> Cost:
@@ -279,20 +284,17 @@ class Experts(Layer):
     def __init__(self, model: ExpertsConfig, index: int):
         self.model, self.name = model, f"blocks.{index}.experts"
         self.weights = ExpertWeights(model, self.name)
-        self.travels = {"answers": Exchanged("returned", EP, "arriving", "counts", 1 / model.room)}
-
-    def rows(self, share: Share) -> int:
-        """That arrive, as plans count them."""
-        rows = share.bytes(self.model.seq_len * self.model.experts_per_token, SEQUENCE, 1)
-        return int(rows * (self.model.room if share.over(EP) > 1 else 1))
+        self.travels = {"answers": Exchanged("returned", EP, "arriving", "counts")}
 
     def makes(self, share: Share) -> dict[str, int]:
-        return {"answers": self.rows(share) * self.model.hidden * share.element}
+        model, row = self.model, self.model.hidden * share.element
+        return {"answers": model.arriving(share) * row,
+                "returned": share.bytes(model.seq_len * model.experts_per_token, SEQUENCE, row)}
 
     def cost(self, share: Share) -> Cost:
         model, element, learns = self.model, share.element, self.weights.learns
         balanced = share.bytes(model.seq_len * model.experts_per_token, SEQUENCE, 1)
-        mine, rows = model.experts // share.over(EP), self.rows(share)
+        mine, rows = model.experts // share.over(EP), model.arriving(share)
         each = -(-balanced // mine)
         inner = balanced * model.inner * element
         products = (Product(each, 2 * model.inner, model.hidden, mine, learns or FROZEN),

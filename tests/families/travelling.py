@@ -37,7 +37,7 @@ class Attends(Layer):
         self.model, self.name = model, f"blocks.{index}"
         self.attention, mlp = gpt.block(model, index).branches
         self.norm = mlp.norm
-        way = {"counts": Exchanged("came", model.over, "gives", "takes", room=2.0),
+        way = {"counts": Exchanged("came", model.over, "gives", "takes"),
                "equal": Exchanged("came", model.over), "gather": Gathered("came", model.over)}[model.by]
         self.travels = {"sent": way}
         if model.by == "counts":
@@ -45,7 +45,7 @@ class Attends(Layer):
 
     def makes(self, share: Share) -> dict[str, int]:
         rows = share.bytes(self.model.seq_len * self.model.hidden, SEQUENCE)
-        return {"sent": rows, **({"gives": 8} if self.model.by == "counts" else {})}
+        return {"sent": rows, **({"gives": 8, "came": 2 * rows} if self.model.by == "counts" else {})}
 
     def forward(self, x: Any, batch: Any, gives: Any = None) -> Out:
         """`gives`: as it was, where it is computed again."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 
@@ -25,6 +26,7 @@ from threed.models.layers.experts import Routes
 from threed.models.measure import Measured
 from threed.models.tiling import layers_of, share_of
 from threed.planner import make_mesh, make_plan
+from threed.program.instruction import Slot
 from threed.program.traffic import sent_by
 from threed.schedules.orders import SCHEDULES
 from threed.schema import Config
@@ -224,7 +226,9 @@ def test_layers_cost_what_they_declare(name):
 # ---------------------------------------------------------------- bytes, checkpoints
 
 
-@pytest.mark.parametrize("more", [[], [*SP, *FULL], ["parallel.dp=4"]], ids=["ep", "sp-full", "dp-4"])
+@pytest.mark.parametrize("more", [
+    [], [*SP, *FULL], [*SP, "model.experts_per_token=1"], [*SP, "parallel.ep=4", "model.experts_per_token=1"],
+    ["parallel.dp=4"]], ids=["ep", "sp-full", "few-tokens", "few-tokens-ep-4", "dp-4"])
 @pytest.mark.parametrize("route", ["balanced", "learned"])
 def test_bytes(route, more):
     """Balanced, what `comm` counts is what the plan says; else it is what the counts of rows say."""
@@ -252,7 +256,27 @@ def test_bytes(route, more):
     # rows there and their gradients back, answers and theirs
     width, exchanges = 2 * (4 * config.model.hidden + 16) + 2 * 4 * config.model.hidden, len(counted)
     assert exchanges == ranks * config.num_microbatches * config.model.layers
-    assert sum(sent) == sum(counted) * width + exchanges * 8 * config.model.experts // 2
+    others = 1 - 1 / config.parallel.ep  # pyright: ignore[reportAttributeAccessIssue]
+    assert sum(sent) == sum(counted) * width + exchanges * 8 * config.model.experts * others
+
+
+@pytest.mark.parametrize("room", [1, 1.3, 2, 1.0 + 1 / 3])
+@pytest.mark.parametrize("more", [[], ["model.seq_len=12", "parallel.dp=4"],
+                                  [*SP, "train.micro_batch_size=3"]])
+def test_planned_rows_are_whole(room, more):
+    """As many come back as have left, whatever room there is between."""
+    config = moe(*MESHES["ep"], f"model.moe_room={room}", "train.global_batch_size=24", *more)
+    plan, row = make_plan(config), 4 * config.model.hidden
+    rows = 2 * config.train.micro_batch_size * config.model.seq_len // config.parallel.tp
+    sizes = {name: plan.table.size(Slot(name, unit)) for unit in (1, 2)
+             for made in plan.table.units[unit].makes for name in (made.name, made.trip and made.trip.becomes)
+             if name}
+    assert sizes["routed"] == rows * (row + 16) and sizes["returned"] == rows * row
+    assert sizes["arrived"] == math.ceil(rows * room) * (row + 16)
+    assert sizes["answers"] == math.ceil(rows * room) * row
+    sent = {item.kind: sent_by(plan.table, item)["ep"] for item in plan.programs["train"][0]
+            if item.op == "EXCHANGE" and item.unit < 3}
+    assert sent["answers"] * (row + 16) == sent["routed"] * row
 
 
 def test_checkpoints(tmp_path, references):

@@ -207,9 +207,8 @@ BAD = {
                               r"by the counts 'n', which is not int64 without a gradient: make it"),
     "its own counts": ("gives = takes = 'rows'", r"'rows' travels over 'dp' by counts that it is itself"),
     "its own name": ("becomes = 'rows'", r"'rows' becomes 'rows', which is the name of another tensor"),
-    "another's name": ("made, becomes = ('rows', 'came'), 'came'", r"'rows' becomes 'came', which is the"),
     "spent, not read": ("spent = ('rows',)", r"layer b: `spent` names 'rows', but it may name only what"),
-    "no room": ("room = -1.0", r"layer a: 'rows' travels over 'dp' with room=-1.0: it must be above 0"),
+    "no bytes": ("sizes = {'came': 0}", r"layer a: `makes` says 0 bytes of 'came', which comes from other"),
     "one unit": ("", r"layers a and b are one unit, and 'came' cannot travel between them: set "
                      r"parallel\.layers_per_unit=1"),
 }
@@ -217,14 +216,14 @@ FILE = """
 from threed.extend import Embedding, Exchanged, Family, Head, Layer, Out
 
 reads, third, made, over, gives, takes = ("came",), (), ("rows",), "dp", "", ""
-becomes, room, spent = "came", 1.0, ()
+becomes, sizes, spent = "came", {{}}, ()
 {change}
 
 class A(Layer):
-    name, travels = "a", {{"rows": Exchanged(becomes, over, gives, takes, room)}}
+    name, travels = "a", {{"rows": Exchanged(becomes, over, gives, takes)}}
 
     def makes(self, share):
-        return dict.fromkeys(made, 8)
+        return dict.fromkeys(made, 8) | sizes
 
 class B(Layer):
     name, reads, spent = "b", reads, spent

@@ -154,6 +154,12 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
+def prime_factors(number: int) -> tuple[int, ...]:
+    """Ascending, each as often as it divides the number."""
+    least = next((each for each in range(2, number + 1) if number % each == 0), None)
+    return () if least is None else (least, *prime_factors(number // least))
+
+
 def divisors(number: int) -> tuple[int, ...]:
     return tuple(each for each in range(1, number + 1) if number % each == 0)
 

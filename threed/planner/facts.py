@@ -372,6 +372,7 @@ def _compute_unit(config: Config, members: Sequence[Layer], run: tuple[int, int]
     cost = sum((layer.cost(share) for layer in members), Cost())
     sizes = {name: size for layer in members for name, size in layer.makes(share).items()}
     fixed = {name for layer in members for name in layer.without_grad}
+    trips = {name: trip._replace(bytes=sizes.get(trip.becomes, 0)) for name, trip in handed.trips.items()}
     names = [layer.name for layer in members]
     name = names[0] if len(names) == 1 else f"{names[0]}..{names[-1].rsplit('.', 1)[-1]}"
     sent = {phase: dict[str, Traffic]() for phase in (*PHASES[Op.RECOMPUTE], *PHASES[Op.BACKWARD])}
@@ -381,7 +382,7 @@ def _compute_unit(config: Config, members: Sequence[Layer], run: tuple[int, int]
                        for phase, axes in sent.items()} for what in ("bytes", "rings"))
     return ComputeUnit(name, run, 0, (), cost.kernels, cost.saved_bytes(config.pieces),
                        cost.operands, traffic, rings=rings,
-                       makes=tuple(Handed(name, sizes[name], name not in fixed, handed.trips.get(name))
+                       makes=tuple(Handed(name, sizes[name], name not in fixed, trips.get(name))
                                    for name in handed.makes),
                        reads=handed.reads,
                        loss=any(layer.loss for layer in members), adds=all(layer.adds for layer in members),

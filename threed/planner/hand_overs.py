@@ -93,19 +93,24 @@ def with_ranks(makes: Sequence[Handed], ways: Mapping[str, Gathered | Exchanged]
                ranks: Mapping[str, int]) -> tuple[Handed, ...]:
     """The same on a mesh. `ranks`: group -> its ranks."""
     return tuple(each if each.trip is None else each._replace(trip=each.trip._replace(
-        ranks=ranks[each.trip.over], bytes=ways[each.name].bytes(each.bytes, ranks[each.trip.over])))
+        ranks=ranks[each.trip.over],
+        bytes=each.trip.bytes or ways[each.name].bytes(each.bytes, ranks[each.trip.over])))
         for each in makes)
 
 
 def _makes(layer: Layer, unit: int) -> dict[str, Made]:
     """All that a layer makes, and what it becomes."""
-    made = {name: Made(unit, layer.name, layer.without_grad.get(name)) for name in layer.makes(Share())}
+    sizes, come = layer.makes(Share()), {way.becomes for way in layer.travels.values()}
+    made = {name: Made(unit, layer.name, layer.without_grad.get(name)) for name in sizes if name not in come}
     for name, way in layer.travels.items():
-        if name not in made:
-            raise InputError(f"layer {layer.name}: '{name}' travels, but `makes` does not name it")
-        if way.becomes in made:
+        if way.becomes in {*layer.travels, *layer.without_grad}:
             raise InputError(f"layer {layer.name}: '{name}' becomes '{way.becomes}', which is the name of "
                              "another tensor of this layer: give what comes a name of its own")
+        if name not in made:
+            raise InputError(f"layer {layer.name}: '{name}' travels, but `makes` does not name it")
+        if sizes.get(way.becomes, 1) < 1:
+            raise InputError(f"layer {layer.name}: `makes` says {sizes[way.becomes]} bytes of "
+                             f"'{way.becomes}', which comes from other ranks: they must be above 0")
         made[name] = made[name]._replace(way=way)
         made[way.becomes] = Made(unit, layer.name, made[name].dtype, source=name)
     return made
@@ -157,8 +162,6 @@ def _check_way(layer: Layer, name: str, way: Gathered | Exchanged, made: Mapping
         inside = [group for group, each in GROUPS.items() if not each.across_positions and each.lane]
         raise InputError(f"{who}, which is no group inside a pipeline position; there are "
                          f"{', '.join(inside)}")
-    if isinstance(way, Exchanged) and not way.room > 0:
-        raise InputError(f"{who} with room={way.room}: it must be above 0")
     if {way.gives, way.takes} & {name, way.becomes}:
         raise InputError(f"{who} by counts that it is itself: make them a tensor of their own")
     if bool(way.gives) != bool(way.takes):

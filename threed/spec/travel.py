@@ -24,7 +24,7 @@ class Gathered(NamedTuple):
     extra = 0
 
     def bytes(self, size: int, ranks: int) -> int:
-        """Of what it becomes, as plans count it."""
+        """Of what it becomes, where the layer's `makes` does not say."""
         return size * ranks
 
 
@@ -41,10 +41,9 @@ class Exchanged(NamedTuple):
     over: str
     gives: str = ""
     takes: str = ""
-    room: float = 1.0  # bytes of what it becomes, as plans count them, over those that leave
     extra: int = 0
 
     by = "EXCHANGE"
 
     def bytes(self, size: int, ranks: int) -> int:
-        return round(size * self.room) if ranks > 1 else size
+        return size

@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor
 
+from threed.base.quantity import prime_factors
 from threed.devices import device_of
 from threed.spec.travel import ROW_EXTRA as EXTRA
 from threed.tensor.adapters import again
@@ -93,17 +94,23 @@ def choose(scores_TE: torch.Tensor, per_token: int, groups: int = 1, groups_per_
 
 
 def balanced(places_T: torch.Tensor, per_token: int, experts: int) -> torch.Tensor:
-    """Choices that give each expert as many rows: choice j of the token at place t of its sequence is expert
-    (t k + j) mod E."""
-    return (places_T.unsqueeze(1) * per_token + torch.arange(per_token, device=places_T.device)) % experts
+    """Choices that give each expert as many rows: choice j of the token at place t of its sequence has the
+    number (t k + j) mod E, whose digits, in the base of the prime factors of E, are reversed. So the few
+    tokens of one rank of a sequence also have experts of all ranks."""
+    numbers = (places_T.unsqueeze(1) * per_token + torch.arange(per_token, device=places_T.device)) % experts
+    picks = torch.zeros_like(numbers)
+    for prime in prime_factors(experts):
+        picks, numbers = picks * prime + numbers % prime, numbers // prime
+    return picks
 
 
 def within(picks_SBk: torch.Tensor, weights_SBk: torch.Tensor, experts: int, capacity: int) -> torch.Tensor:
     """The picks of whole sequences; E is added to those that are beyond `capacity` tokens of an expert in a
-    sequence: the ones of least weight, and of equal ones the later."""
+    sequence: the ones of least weight, and of equal ones the later. Weights that are equal in bf16 are
+    equal: in fp32 those of equal tokens differ by rounding, on each mesh in another way."""
     sequences = torch.arange(picks_SBk.shape[1], device=picks_SBk.device)
     keys = (picks_SBk + experts * sequences.view(-1, 1)).flatten()
-    heaviest = weights_SBk.flatten().argsort(descending=True, stable=True)
+    heaviest = weights_SBk.flatten().bfloat16().argsort(descending=True, stable=True)
     order = heaviest[keys[heaviest].argsort(stable=True)]
     sorted_keys, places = keys[order], torch.arange(len(keys), device=keys.device)
     first = torch.searchsorted(sorted_keys, sorted_keys)

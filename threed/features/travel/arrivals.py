@@ -55,4 +55,4 @@ class Arrivals:
 def room_for(times: float) -> str:
     """What plans memory for so many times the rows of balanced ranks."""
     room = f"{math.ceil(10 * times) / 10:g}"
-    return f"model.moe_room={room} (in a layer of your own, Exchanged with room={room})"
+    return f"model.moe_room={room} (in a layer of your own, {room} times the bytes that leave, in `makes`)"

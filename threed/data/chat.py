@@ -1,26 +1,36 @@
 """Chat: messages to text by a tokenizer's chat template, and which of the text the assistant says.
 
-The text of the assistant's turn is what the template adds to the messages before it, written as the beginning
-of an answer (add_generation_prompt). So what is learned is what a model is asked for when it answers, with
-the token that ends the turn. White space after that is not counted.
+A template may mark what the assistant says ({% generation %}). Of others the text of the assistant's turn is
+what the template adds to the messages before it, written as the beginning of an answer
+(add_generation_prompt). So what is learned is what a model is asked for when it answers, with the token that
+ends the turn. White space after that is not counted.
 """
 
 from __future__ import annotations
 
-import json
-from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from threed.base.errors import InputError
 from threed.data.corpus import Segments, TextSegment
+from threed.data.files import LeftOut
+from threed.data.messages import ANSWERS, BEGIN, END, FLAGS, TOOLS, Message, counts
 from threed.data.rows import BadRow
-from threed.data.tokenizer_files import CONFIG, read_object, tokenizer_file
+from threed.data.tokenizer_files import CONFIG, read_object, special_tokens, tokenizer_file
 from threed.schema import DataConfig
+
+if TYPE_CHECKING:
+    from threed.data.jinja import Compiled
 
 BESIDE = "chat_template.jinja"  # beside tokenizer.json, or in the field chat_template of:
 _ANSWER = "threed"  # that no template writes by itself
+_DEFAULT, _WITH_TOOLS = "default", "tool_use"  # names of templates, where a tokenizer has several
+_MORE = "additional_chat_templates"  # the folder of others beside it
+_LINKS = ("role", "content", "tool_call_id", "id")  # of a message: its text, and what joins it to others
+_CALLS = "tool_calls"
+_ASKS = {"system", "developer", "user", "tool", "function", "ipython", "documents"}  # roles
+_ENOUGH = 1000  # conversations that a template writes whole, after which no more are compared
 
 
 class ChatTemplate:
@@ -29,47 +39,58 @@ class ChatTemplate:
     def __init__(self, data: DataConfig):
         """InputError where there is no template, or it is not one."""
         folder = None if data.tokenizer == "bpe" else tokenizer_file(data.tokenizer).parent
-        config = read_object(folder / CONFIG) if folder is not None else {}
-        self.path, self.text = _found(data, folder, config)
-        # The tokens that templates name: a text, or an object with the text as its content.
-        named = {name: config.get(name) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
-        self.tokens = {name: value.get("content", "") if isinstance(value, dict) else value or ""
-                       for name, value in named.items()}
-        assert self._compiled is not None
+        self.path, self.texts = _found(data, folder)
+        self.tokens = special_tokens(folder) if folder is not None else {}
+        self.unwritten = LeftOut()  # what conversations have and the template does not write
+        self.not_counted = LeftOut()  # messages that ask to count, and do not
+        self._whole = 0  # conversations of which it writes all
+        assert self._compiled
 
     @property
     def identity(self) -> str:
         """All that decides which text messages become."""
-        return repr((self.text, sorted(self.tokens.items())))
+        return repr((sorted(self.texts.items()), sorted(self.tokens.items())))
 
     @cached_property
-    def _compiled(self) -> Any:
+    def _compiled(self) -> dict[str, Compiled]:
         import jinja2
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-        def refuse(message: str) -> None:
-            raise jinja2.TemplateError(message)
+        from threed.data.jinja import compiled
 
-        def to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None) -> str:
-            return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
-
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
-                                                    extensions=["jinja2.ext.loopcontrols"])
-        environment.filters["tojson"] = to_json
-        # Today's date would make other data each day.
-        environment.globals |= {"raise_exception": refuse, "strftime_now": datetime(2024, 7, 26).strftime}
         try:
-            return environment.from_string(self.text)
+            return {name: compiled(text) for name, text in self.texts.items()}
         except jinja2.TemplateError as error:
             raise InputError(f"{self.path} is not a chat template: {error}") from None
 
-    def render(self, messages: list[dict[str, Any]], tools: list[Any] | None, where: str) -> Segments:
-        """The segments of a conversation. InputError where the template refuses it, or does not write
-        messages one after the other."""
+    def _template(self, tools: list[Any] | None) -> Compiled:
+        return self._compiled[_WITH_TOOLS if tools and _WITH_TOOLS in self.texts else _DEFAULT]
+
+    def render(self, messages: list[Message], tools: list[Any] | None, where: str) -> Segments:
+        """The segments of a conversation. BadRow where the template refuses it, or does not say what is an
+        answer."""
+        wanted = [counts(message, where) for message in messages]
+        answers = [number for number, message in enumerate(messages) if message["role"] == ANSWERS]
+        for message, counted in zip(messages, wanted, strict=True):
+            if counted and message["role"] != ANSWERS:
+                self.not_counted.add(f"messages of role '{message['role']}'", where)
+        if not answers:
+            if others := {message["role"] for message in messages} - _ASKS:
+                raise BadRow(where, f"no message has role '{ANSWERS}', the one that counts",
+                             f" (roles that are not known: {', '.join(sorted(others))}); rename it")
+            return []
+        messages = messages[:answers[-1] + 1]  # nothing after them counts
+        split = self._by_marks if self._template(tools).marks else self._by_turns
+        segments = split(messages, tools, where, [n for n in answers if wanted[n] is False])
+        self._compare(messages, tools, where, "".join(segment.text for segment in segments))
+        return [segment for segment in segments if segment.text]
+
+    def _by_turns(self, messages: list[Message], tools: list[Any] | None, where: str,
+                  out: list[int]) -> Segments:
+        """`out`: the answers that do not count."""
         segments: Segments = []
         done = ""
         for number, message in enumerate(messages):
-            if message["role"] != "assistant":
+            if message["role"] != ANSWERS:
                 continue
             prompt = self._text(messages[:number], where, tools, add_generation_prompt=True)
             answered = self._text(messages[:number + 1], where, tools)
@@ -79,10 +100,61 @@ class ChatTemplate:
                              "be told; give another data.chat_template, or one turn a conversation")
             answer = answered[len(prompt):]
             said = answer.rstrip()
-            segments += [TextSegment(prompt[len(done):], False), TextSegment(said, True),
+            segments += [TextSegment(prompt[len(done):], False), TextSegment(said, number not in out),
                          TextSegment(answer[len(said):], False)]
             done = answered
-        return [segment for segment in segments if segment.text]
+        return segments
+
+    def _by_marks(self, messages: list[Message], tools: list[Any] | None, where: str,
+                  out: list[int]) -> Segments:
+        """`out`: the answers that do not count."""
+        first, *marked = self._marked(messages, where, tools).split(BEGIN)
+        segments, not_counted = [TextSegment(first, False)], set()
+        for number in out:  # its marks are those that come with it
+            before, after = (self._marked(messages[:stop], where, tools).count(BEGIN)
+                             for stop in (number, number + 1))
+            not_counted |= set(range(before, after))
+        for number, part in enumerate(marked):
+            said, end, rest = part.partition(END)
+            if not end or END in rest:
+                raise BadRow(where, f"{self.path} has one {{% generation %}} in another, or the text has "
+                             "U+FDD0 or U+FDD1", ", so what the assistant says cannot be told")
+            segments += [TextSegment(said, number not in not_counted), TextSegment(rest, False)]
+        return segments
+
+    def _compare(self, messages: list[Message], tools: list[Any] | None, where: str, whole: str) -> None:
+        """Note what messages have and the template does not write: the text `whole` is the same without it.
+        BadRow where nothing of an answer is left."""
+        lost, at = [], 0
+        for number, message in enumerate(messages):
+            place = whole.find(message["content"].strip(), at)
+            at = max(at, place)
+            if place < 0 and self._same(messages, number, {**message, "content": _ANSWER}, tools, whole):
+                lost.append(f"messages of role '{message['role']}'")
+        looked = [(number, name) for number, message in enumerate(messages) for name in message
+                  if name not in (*_LINKS, *FLAGS) and message[name] not in ("", [], {})]
+        if (looked or tools) and self._whole < _ENOUGH:
+            for number, name in looked:
+                message = messages[number]
+                rest = {key: value for key, value in message.items() if key != name}
+                if self._same(messages, number, rest, tools, whole):
+                    if name == _CALLS and message["role"] == ANSWERS and not message["content"].strip():
+                        raise BadRow(where, f"a message that holds '{_CALLS}' alone, which {self.path} does "
+                                     "not write", f": message {number}; give a data.chat_template that does")
+                    lost.append(f"'{name}' of messages of role '{message['role']}'")
+            if tools and self._same(messages, 0, messages[0], None, whole):
+                lost.append(f"'{TOOLS}' of conversations")
+            self._whole += not lost
+        for each in lost:
+            self.unwritten.add(each, where)
+
+    def _same(self, messages: list[Message], number: int, other: Message, tools: list[Any] | None,
+              whole: str) -> bool:
+        """Whether the text is the same with another message in a place."""
+        try:
+            return self._text([*messages[:number], other, *messages[number + 1:]], "", tools) == whole
+        except BadRow:
+            return False
 
     def asked(self, text: str) -> str:
         """What a user says, as the beginning of an answer."""
@@ -96,15 +168,18 @@ class ChatTemplate:
         except InputError:
             return ""
 
-    def _text(self, messages: list[dict[str, Any]], where: str, tools: list[Any] | None = None,
+    def _text(self, messages: list[Message], where: str, tools: list[Any] | None = None,
               **options: bool) -> str:
-        import jinja2
+        return self._marked(messages, where, tools, **options).replace(BEGIN, "").replace(END, "")
 
+    def _marked(self, messages: list[Message], where: str, tools: list[Any] | None = None,
+                **options: bool) -> str:
+        """A text in which what the assistant says is marked, if the template marks it."""
         options = {"add_generation_prompt": False} | options
         try:
-            return self._compiled.render(messages=messages, tools=tools, documents=None, **self.tokens,
-                                         **options)
-        except (jinja2.TemplateError, TypeError, KeyError) as error:
+            return self._template(tools).render(messages=messages, tools=tools, documents=None, **self.tokens,
+                                                **options)
+        except Exception as error:  # the expressions of a template raise what they like
             raise BadRow(where, f"{self.path} refuses the messages", f": {error}") from None
 
 
@@ -119,17 +194,18 @@ def templates(data: DataConfig) -> dict[str, Path]:
     return found
 
 
-def _found(data: DataConfig, folder: Path | None, config: dict[str, Any]) -> tuple[Path, str]:
-    """Where the template is, and its text."""
+def _found(data: DataConfig, folder: Path | None) -> tuple[Path, dict[str, str]]:
+    """Where the templates are, and the text of each by its name."""
     if data.chat_template is not None:
-        return (path := Path(data.chat_template).expanduser()), _read(path)
+        return (path := Path(data.chat_template).expanduser()), {_DEFAULT: _read(path)}
     if folder is not None and (folder / BESIDE).is_file():
-        return folder / BESIDE, _read(folder / BESIDE)
-    given = config.get("chat_template")
-    if isinstance(given, list):  # several, by name
-        given = next((each.get("template") for each in given if each.get("name") == "default"), None)
-    if folder is not None and isinstance(given, str):
-        return folder / CONFIG, given
+        more = {path.stem: _read(path) for path in folder.glob(f"{_MORE}/*.jinja")}
+        return folder / BESIDE, {**more, _DEFAULT: _read(folder / BESIDE)}
+    given = read_object(folder / CONFIG).get("chat_template") if folder is not None else None
+    named = {each.get("name"): each.get("template") for each in given} if isinstance(given, list) else \
+        {_DEFAULT: given}
+    if folder is not None and isinstance(named.get(_DEFAULT), str):
+        return folder / CONFIG, {name: text for name, text in named.items() if isinstance(text, str)}
     places = f"{folder} has neither {BESIDE} nor a chat_template in {CONFIG}" if folder is not None \
         else "data.tokenizer=bpe brings none"
     raise InputError(f"data.loss_mask=chat needs a chat template, and {places}; give the tokenizer.json of a "

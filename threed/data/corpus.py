@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 from threed.base.errors import InputError
 from threed.data.compressed import opened
 from threed.data.file_types import HEAD_BYTES, kind_of
-from threed.data.files import STDLIB, LeftOut, list_files
-from threed.data.rows import BadRow, NotRows, Row, checked_text, holds_rows, name_of, rows, text_of
+from threed.data.files import STDLIB, LeftOut, list_files, of_held_out, shown
+from threed.data.messages import FLAGS, NOT_READ, SPLIT, TOOLS, Message, messages_of, tools_of, without_effect
+from threed.data.rows import BadRow, NotRows, Row, holds_rows, rows, text_of
 from threed.schema import DataConfig
 
-TOOLS = "tools"  # the field beside the messages of a chat that describes the tools
 _LOOK_ROWS = 100_000  # after a bad row, for how many are like it
 
 
@@ -31,7 +31,7 @@ class TextSegment(NamedTuple):
 
 Segments = list[TextSegment]
 # Chat messages, the tools that they may call, and where they are -> their segments.
-Render = Callable[[list[dict[str, Any]], list[Any] | None, str], Segments]
+Render = Callable[[list[Message], list[Any] | None, str], Segments]
 
 
 class RowReader(NamedTuple):
@@ -41,6 +41,7 @@ class RowReader(NamedTuple):
     parse: Callable[[Row, str], Segments]  # object, where it is -> segments; BadRow
     plain: bool  # whether a file of text is a document
     optional: tuple[str, ...] = ()  # fields that it reads where there are some
+    beside: tuple[str, ...] = (SPLIT,)  # fields that it does not heed, and that a person may mean
     skips: int | None = None  # how many bad rows are left out, at most; None: none is
 
 
@@ -55,10 +56,11 @@ def reader_of(data: DataConfig, render: Render | None = None) -> RowReader:
     """`render`: with data.loss_mask=chat."""
     reader = text_reader(data.text_key)
     if data.loss_mask == "answers":
-        reader = RowReader((data.prompt_key, data.answer_key), _answers(data), False)
+        reader = RowReader((data.prompt_key, data.answer_key), _answers(data), False, beside=(SPLIT, *FLAGS))
     elif data.loss_mask == "chat":
         assert render is not None
-        reader = RowReader((data.messages_key,), _chat(data, render), False, (TOOLS,))
+        reader = RowReader((data.messages_key,), _chat(data, render), False, (TOOLS,),
+                           (SPLIT, *FLAGS, *NOT_READ))
     return reader._replace(skips=data.bad_rows_limit if data.on_bad_row == "skip" else None)
 
 
@@ -72,32 +74,8 @@ def _answers(data: DataConfig) -> Callable[[Row, str], Segments]:
 
 
 def _chat(data: DataConfig, render: Render) -> Callable[[Row, str], Segments]:
-    key, field = "data.messages_key", f"field '{data.messages_key}'"
-
     def parse(value: Row, where: str) -> Segments:
-        messages = value.get(data.messages_key)
-        lists = [name for name, other in value.items() if other and isinstance(other, list)
-                 and isinstance(other[0], dict) and name != TOOLS]
-        if data.messages_key not in value:
-            raise BadRow(where, f"no {field}", f" (the fields are: {', '.join(value) or 'none'})", key, lists)
-        if not isinstance(messages, list):
-            raise BadRow(where, f"{field} is {name_of(messages)}, not a list of messages", "", key, lists)
-        if not messages:
-            raise BadRow(where, f"{field} is a list without messages")
-        for number, message in enumerate(messages):
-            if not isinstance(message, dict) or "role" not in message:
-                given = f"the fields are: {', '.join(message)}" if isinstance(message, dict) \
-                    else f"it is {name_of(message)}"
-                raise BadRow(where, f"a message of {field} must be an object with role and content",
-                             f": message {number} is not ({given})")
-            if message.get("content") is None and message.get("tool_calls"):
-                message["content"] = ""  # it calls instead
-            for name in ("role", "content"):
-                try:
-                    checked_text(message.get(name), f"{name} of a message of {field}", where)
-                except BadRow as error:
-                    raise BadRow(where, error.reason, f": message {number}") from None
-        return render(messages, value.get(TOOLS), where)
+        return render(messages_of(value, data.messages_key, where), tools_of(value, where), where)
 
     return parse
 
@@ -125,13 +103,13 @@ def read(source: str, reader: RowReader,
     """The documents of a source, as `documents`. Those of which nothing counts are left out, too. `say` gets
     a line about all that was left out, at the end."""
     listing = list_files(source)
-    bad, skipped, empty, count = LeftOut(), LeftOut(), LeftOut(), 0
+    bad, skipped, empty, noted, count = LeftOut(), LeftOut(), LeftOut(), LeftOut(), 0
     for path in listing.files:
         if not reader.plain and not holds_rows(path):
             raise InputError(f"{path} of data.source={source} holds plain text, of which nothing says what "
                              "counts in the loss; give JSONL or Parquet, or set data.loss_mask=none")
         try:
-            for segments, where in _of_file(path, reader, bad, skipped, count):
+            for segments, where in _of_file(path, reader, bad, skipped, noted, count):
                 if any(segment.counts and segment.text.strip() for segment in segments):
                     count += 1
                     yield segments
@@ -158,12 +136,14 @@ def read(source: str, reader: RowReader,
             f"skipped (data.on_bad_row=skip): {bad}")
     if empty.total:
         say(f"data.source={source}: documents are left out: {empty}")
+    if noted.total:
+        say(f"data.source={source}: {noted}")
 
 
-def _of_file(path: Path, reader: RowReader, bad: LeftOut, skipped: LeftOut,
+def _of_file(path: Path, reader: RowReader, bad: LeftOut, skipped: LeftOut, noted: LeftOut,
              good: int) -> Iterator[tuple[Segments, str]]:
     """(document, where it is) of a file. `good`: how many documents were read before it. Adds to `bad` and
-    `skipped` what is left out."""
+    `skipped` what is left out, and to `noted` what is used otherwise than a person may think."""
     if not holds_rows(path):
         text = _text(path, skipped)
         if text is not None:
@@ -171,12 +151,15 @@ def _of_file(path: Path, reader: RowReader, bad: LeftOut, skipped: LeftOut,
         return
     if not path.stat().st_size:
         return
-    stream = rows(path, reader.fields, reader.optional)
+    stream = rows(path, reader.fields, (*reader.optional, *reader.beside))
     fine = 0
     for value, where in stream:
         parsed = _parsed(reader, value, where)
         if not isinstance(parsed, BadRow):
             fine += 1
+            assert not isinstance(value, BadRow)
+            for what in without_effect(value, reader.beside):
+                noted.add(what, where)
             yield parsed, where
         elif reader.skips is None:
             raise _explained(parsed, path, reader, stream, fine, good + fine)
@@ -265,6 +248,9 @@ def not_read(source: str) -> list[str]:
     lines = []
     if listing.left_out.total:
         lines.append(f"data.source={source}: not read: {listing.left_out}")
+    if held := of_held_out(listing.files, Path(listing.files[0].anchor)):  # of a glob
+        lines.append(f"data.source={source}: is trained on, though named as a validation or test split: "
+                     f"{shown([*held])}; another glob leaves it out")
     plain = [path for path in listing.files if not holds_rows(path)]
     if not listing.named and 0 < len(plain) < len(listing.files):
         lines.append(f"data.source={source}: beside files of rows, {len(plain):,} of text "

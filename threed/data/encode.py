@@ -24,7 +24,13 @@ BATCH_CHARS = 2**22
 def documents_of(data: DataConfig, say: Callable[[str], None] = lambda line: None) -> Iterator[Segments]:
     """The documents of `data.source`. `say` gets lines about what was left out."""
     template = ChatTemplate(data) if data.loss_mask == "chat" else None
-    return read(data.source, reader_of(data, template.render if template is not None else None), say)
+    yield from read(data.source, reader_of(data, template.render if template is not None else None), say)
+    if template is not None and template.unwritten.total:
+        say(f"data.source={data.source}: {template.path} does not write, so that nothing is learned from: "
+            f"{template.unwritten}")
+    if template is not None and template.not_counted.total:
+        say(f"data.source={data.source}: only what the assistant says counts, and these are marked to count, "
+            f"too: {template.not_counted}")
 
 
 def encode(out: BinaryIO, mask: BinaryIO | None, tokenizer: Tokenizer, data: DataConfig, dtype: np.dtype,

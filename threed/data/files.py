@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
+import re
 import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,10 @@ EMPTY = "empty"
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".tex", ".html", ".xml", ".csv", ".tsv", ".yaml", ".yml",
                  ".toml", ".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".rs", ".go", ".java",
                  ".js", ".ts", ".sh")
+_DATA_SUFFIXES = (*SUFFIXES, ".txt", ".text", ".csv", ".tsv")  # of files of which each may be a split
+# The word in a name that says of which split a file is; the first is to train on.
+_SPLIT = re.compile(r"(?<![a-z])(?:train(?:ing)?|(validation|valid|val|dev|devel|test|testing|eval|"
+                    r"evaluation|(?:hold|held)[-_ ]?out))(?![a-z])", re.IGNORECASE)
 _NOT_STDLIB = ("site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test")
 
 
@@ -118,7 +123,27 @@ def _folder(root: Path) -> Listing:
                 left_out.add(why, path)
             if why is None or (why == EMPTY and _is_read(path)):
                 found.append(path)
+    for path, word in of_held_out(found, root).items():
+        left_out.add(f"named as a {word} split, which a glob reads", path)
+        found.remove(path)
     return Listing(_sorted(found, root), left_out, False)
+
+
+def held_out(name: str) -> str | None:
+    """The word that says that a name is of a split which is not to be trained on; None: it says nothing, or
+    training."""
+    return found[1] if (found := _SPLIT.search(name)) else None
+
+
+def of_held_out(paths: Sequence[Path], root: Path) -> dict[Path, str]:
+    """Files that are named as of a split to validate or test with -> the word that says so; none where there
+    are no others to train on. The innermost folder or name that has a word decides."""
+    split = {}
+    for path in paths:
+        if plain_suffix(path) in _DATA_SUFFIXES or holds_rows(path):
+            parts = path.relative_to(root).parts
+            split[path] = next((held_out(part) for part in reversed(parts) if _SPLIT.search(part)), None)
+    return {} if all(split.values()) else {path: word for path, word in split.items() if word}
 
 
 def _why_not(path: Path) -> str | None:
@@ -150,8 +175,8 @@ def _unusable(path: Path) -> str | None:
 
 def _glob(pattern: str) -> Listing:
     files, left_out = [], LeftOut()
-    named = sorted(glob.glob(pattern, recursive=True))
-    for path in map(Path, named):
+    named = glob.glob(pattern, recursive=True)
+    for path in sorted(map(Path, named), key=lambda path: path.parts):  # as the files of a folder
         if path.is_dir():
             if "**" not in pattern:  # which goes through it
                 left_out.add("folder", path)

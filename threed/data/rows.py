@@ -244,16 +244,27 @@ def _parquet(path: Path, fields: Sequence[str],
 def _batch_rows(batch: Any, where: str, first: int) -> Iterator[Row | BadRow]:
     """The rows of a batch of Parquet, of which the first has this number."""
     try:
-        yield from batch.to_pylist()
+        yield from map(_as_given, batch.to_pylist())
         return
     except UnicodeDecodeError:  # Parquet's writers do not check their text
         pass
     for at in range(len(batch)):
         try:
-            yield batch.slice(at, 1).to_pylist()[0]
+            yield _as_given(batch.slice(at, 1).to_pylist()[0])
         except UnicodeDecodeError as error:
             yield BadRow(f"{where} {first + at}", "a text that is not UTF-8",
                          f": {error.reason} at byte {error.start}")
+
+
+def _as_given(row: Row) -> Row:
+    """A row without what Parquet fills with null: all objects of a column have the fields of all."""
+    return {name: _filled(value) for name, value in row.items()}
+
+
+def _filled(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _filled(each) for name, each in value.items() if each is not None}
+    return [_filled(each) for each in value] if isinstance(value, list) else value
 
 
 def _object(line: bytes, where: str) -> Row | BadRow:

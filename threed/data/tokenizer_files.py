@@ -18,8 +18,9 @@ from threed.base.errors import InputError
 
 TOKENIZER = "tokenizer.json"
 CONFIG = "tokenizer_config.json"
+SPECIAL = "special_tokens_map.json"
 # File beside a tokenizer.json, and its field that names the end-of-text token, by its text or its id.
-_ENDS = ((CONFIG, "eos_token"), ("special_tokens_map.json", "eos_token"),
+_ENDS = ((CONFIG, "eos_token"), (SPECIAL, "eos_token"),
          ("generation_config.json", "eos_token_id"), ("config.json", "eos_token_id"))
 
 
@@ -59,6 +60,18 @@ def named_ends(folder: Path) -> Iterator[str | int]:
             each = each.get("content") if isinstance(each, dict) else each
             if isinstance(each, str | int) and not isinstance(each, bool):
                 yield each
+
+
+def special_tokens(folder: Path) -> dict[str, str]:
+    """The special tokens that chat templates name, such as bos_token: those that the files in a tokenizer's
+    folder have, by their text."""
+    found = {}
+    for file in (CONFIG, SPECIAL):
+        for name, value in read_object(folder / file).items():
+            text = value.get("content") if isinstance(value, dict) else value
+            if name.endswith("_token") and isinstance(text, str):
+                found.setdefault(name, text)
+    return found
 
 
 def read_object(path: Path) -> dict[str, Any]:

@@ -177,7 +177,7 @@ def _becomes(data: DataConfig, template: ChatTemplate | None) -> str:
         return data.text_key
     if data.loss_mask == "answers":
         return repr(("answers", data.prompt_key, data.answer_key))
-    return repr(("chat", 2, data.messages_key, template.identity if template is not None else ""))
+    return repr(("chat", 3, data.messages_key, template.identity if template is not None else ""))
 
 
 def _open(folder: Path, cached: bool) -> Prepared:

@@ -12,7 +12,9 @@ import pytest
 
 from threed.base.errors import InputError
 from threed.data import files as subject
-from threed.data.corpus import documents, not_read
+from threed.data.corpus import documents, not_read, text_reader
+from threed.data.corpus import read as read_all
+from threed.data.files import list_files
 
 ROWS = [{"text": f"document {number}"} for number in range(9)]
 TEXTS = [row["text"] for row in ROWS]
@@ -151,3 +153,49 @@ def test_a_file_is_named_for_what_it_is(tmp_path, name, content, says):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(InputError, match=says):
         read(tmp_path / name)
+
+
+@pytest.mark.parametrize("names, read", [
+    ("data/train-00000-of-00001 data/validation-00000-of-00001 data/test-00000-of-00001", 1),
+    ("train dev", 1), ("train valid val eval holdout held-out Evaluation", 1), ("train/a test/a dev/b", 1),
+    ("en/train-0 en/test-0 de/train-0", 2), ("test/train-0 test/validation-0", 1), ("train_sft test_sft", 1),
+    ("wiki.train wiki.test", 1), ("TRAIN TEST2", 1), ("data test", 1), ("a b train test", 3),
+    ("test-0 test-1", 2), ("latest contest devices attest trainer", 5)])
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".json", ".parquet", ".txt"])
+def test_splits_that_are_held_out(names, read, suffix, tmp_path):
+    """They are not read where there are others, and a line says so; a glob reads them, and a line says so."""
+    for name in names.split():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / f"{name}{suffix}").write_bytes(LINES)
+    folder, pattern, count = str(tmp_path), f"{tmp_path}/**/*{suffix}", len(names.split())
+    assert (len(list_files(folder).files), len(list_files(pattern).files)) == (read, count)
+    lines = [*not_read(folder), *not_read(pattern)]
+    if read == count:
+        assert lines == []
+    else:
+        assert f": not read: {count - read} named as a validation or test split, which a glob" in lines[0]
+        assert ": is trained on, though named as a validation or test split: " in lines[1]
+
+
+def test_files_that_are_no_splits(tmp_path):
+    """Source code has tests, too."""
+    for name in ("train.py", "test_a.py", "tests/b.py", "test/c.py", "train.md", "test.md"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("text")
+    assert len(list_files(str(tmp_path)).files) == 6
+
+
+def test_a_row_names_its_split(tmp_path):
+    rows = [{"text": "a", "split": "train"}, {"text": "b", "split": "test"}, {"text": "c", "split": 3}]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    said: list[str] = []
+    assert len(list(read_all(str(tmp_path / "a.jsonl"), text_reader("text"), said.append))) == 3
+    assert said[0].endswith(": there are rows: 1 of split 'test' by a field of the row, trained on "
+                            f"({tmp_path}/a.jsonl:2)")
+
+
+def test_a_glob_has_the_order_of_a_folder(tmp_path):
+    for name in ("a-b", "a", "a.c"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "x.jsonl").write_bytes(LINES)
+    assert list_files(f"{tmp_path}/*/*.jsonl").files == list_files(str(tmp_path)).files

@@ -72,7 +72,7 @@ class ChatTemplate:
         answers = [number for number, message in enumerate(messages) if message["role"] == ANSWERS]
         for message, counted in zip(messages, wanted, strict=True):
             if counted and message["role"] != ANSWERS:
-                self.not_counted.add(f"messages of role '{message['role']}'", where)
+                self.not_counted.add(f"of role '{message['role']}'", where)
         if not answers:
             if others := {message["role"] for message in messages} - _ASKS:
                 raise BadRow(where, f"no message has role '{ANSWERS}', the one that counts",
@@ -130,7 +130,7 @@ class ChatTemplate:
             place = whole.find(message["content"].strip(), at)
             at = max(at, place)
             if place < 0 and self._same(messages, number, {**message, "content": _ANSWER}, tools, whole):
-                lost.append(f"messages of role '{message['role']}'")
+                lost.append(f"of role '{message['role']}'")
         looked = [(number, name) for number, message in enumerate(messages) for name in message
                   if name not in (*_LINKS, *FLAGS) and message[name] not in ("", [], {})]
         if (looked or tools) and self._whole < _ENOUGH:
@@ -141,9 +141,9 @@ class ChatTemplate:
                     if name == _CALLS and message["role"] == ANSWERS and not message["content"].strip():
                         raise BadRow(where, f"a message that holds '{_CALLS}' alone, which {self.path} does "
                                      "not write", f": message {number}; give a data.chat_template that does")
-                    lost.append(f"'{name}' of messages of role '{message['role']}'")
+                    lost.append(f"'{name}' in role '{message['role']}'")
             if tools and self._same(messages, 0, messages[0], None, whole):
-                lost.append(f"'{TOOLS}' of conversations")
+                lost.append(f"'{TOOLS}' beside them")
             self._whole += not lost
         for each in lost:
             self.unwritten.add(each, where)

@@ -137,7 +137,7 @@ def read(source: str, reader: RowReader,
     if empty.total:
         say(f"data.source={source}: documents are left out: {empty}")
     if noted.total:
-        say(f"data.source={source}: {noted}")
+        say(f"data.source={source}: there are rows: {noted}")
 
 
 def _of_file(path: Path, reader: RowReader, bad: LeftOut, skipped: LeftOut, noted: LeftOut,
@@ -248,9 +248,9 @@ def not_read(source: str) -> list[str]:
     lines = []
     if listing.left_out.total:
         lines.append(f"data.source={source}: not read: {listing.left_out}")
-    if held := of_held_out(listing.files, Path(listing.files[0].anchor)):  # of a glob
+    if held := of_held_out(listing.files):  # of a glob
         lines.append(f"data.source={source}: is trained on, though named as a validation or test split: "
-                     f"{shown([*held])}; another glob leaves it out")
+                     f"{shown(held)}; another glob leaves it out")
     plain = [path for path in listing.files if not holds_rows(path)]
     if not listing.named and 0 < len(plain) < len(listing.files):
         lines.append(f"data.source={source}: beside files of rows, {len(plain):,} of text "

@@ -25,12 +25,14 @@ def documents_of(data: DataConfig, say: Callable[[str], None] = lambda line: Non
     """The documents of `data.source`. `say` gets lines about what was left out."""
     template = ChatTemplate(data) if data.loss_mask == "chat" else None
     yield from read(data.source, reader_of(data, template.render if template is not None else None), say)
-    if template is not None and template.unwritten.total:
-        say(f"data.source={data.source}: {template.path} does not write, so that nothing is learned from: "
-            f"{template.unwritten}")
-    if template is not None and template.not_counted.total:
-        say(f"data.source={data.source}: only what the assistant says counts, and these are marked to count, "
-            f"too: {template.not_counted}")
+    if template is None:
+        return
+    for what, noted in ((f"{template.path} does not write these messages or parts of them, and nothing is "
+                         "learned from them", template.unwritten),
+                        ("only what the assistant says counts, and these messages are marked to count, too",
+                         template.not_counted)):
+        if noted.total:
+            say(f"data.source={data.source}: {what}: {noted}")
 
 
 def encode(out: BinaryIO, mask: BinaryIO | None, tokenizer: Tokenizer, data: DataConfig, dtype: np.dtype,

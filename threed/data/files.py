@@ -123,27 +123,23 @@ def _folder(root: Path) -> Listing:
                 left_out.add(why, path)
             if why is None or (why == EMPTY and _is_read(path)):
                 found.append(path)
-    for path, word in of_held_out(found, root).items():
-        left_out.add(f"named as a {word} split, which a glob reads", path)
-        found.remove(path)
-    return Listing(_sorted(found, root), left_out, False)
+    for path in (held := dict.fromkeys(of_held_out(sorted(found)))):
+        left_out.add("named as a validation or test split, which a glob reads", path)
+    return Listing(_sorted((path for path in found if path not in held), root), left_out, False)
 
 
-def held_out(name: str) -> str | None:
-    """The word that says that a name is of a split which is not to be trained on; None: it says nothing, or
-    training."""
-    return found[1] if (found := _SPLIT.search(name)) else None
+def held_out(names: Sequence[str]) -> bool:
+    """Whether the last of some names that names a split is of one to validate or test with."""
+    return bool(next((found[1] for name in reversed(names) if (found := _SPLIT.search(name))), None))
 
 
-def of_held_out(paths: Sequence[Path], root: Path) -> dict[Path, str]:
-    """Files that are named as of a split to validate or test with -> the word that says so; none where there
-    are no others to train on. The innermost folder or name that has a word decides."""
-    split = {}
-    for path in paths:
-        if plain_suffix(path) in _DATA_SUFFIXES or holds_rows(path):
-            parts = path.relative_to(root).parts
-            split[path] = next((held_out(part) for part in reversed(parts) if _SPLIT.search(part)), None)
-    return {} if all(split.values()) else {path: word for path, word in split.items() if word}
+def of_held_out(paths: Sequence[Path]) -> list[Path]:
+    """Files whose names, or folders below the one that all are in, say that they are to validate or test
+    with; none where there are no others to train on."""
+    root = os.path.commonpath(paths) if paths else ""
+    data = [path for path in paths if plain_suffix(path) in _DATA_SUFFIXES]
+    held = [path for path in data if held_out(path.relative_to(root).parts)]
+    return held if len(held) < len(data) else []
 
 
 def _why_not(path: Path) -> str | None:

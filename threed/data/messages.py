@@ -15,7 +15,7 @@ ANSWERS = "assistant"  # the role whose messages count
 TOOLS = "tools"  # the field beside the messages that describes what may be called
 # Fields of a message that say whether it counts: of OpenAI and mistral-finetune, of axolotl, of ms-swift and
 # XTuner; and those that say the opposite, as torchtune's.
-_COUNTS = ("weight", "train", "training", "loss")
+_COUNTS = ("weight", "train", "training", "trainable", "loss", "loss_mask", "step_loss_mask")
 _COUNTS_NOT = ("masked", "mask", "ignore")
 FLAGS = (*_COUNTS, *_COUNTS_NOT)
 # Fields beside the messages of which other programs make a part of the text.
@@ -90,9 +90,9 @@ def without_effect(row: Row, names: Sequence[str]) -> Iterator[str]:
     """What the fields `names` of a row say that threed does not heed, in words that such rows share."""
     for name in names:
         value = row.get(name)
-        if name == SPLIT and isinstance(value, str) and held_out(value):
-            yield f"of split '{value}', by a field of the row, are trained on"
+        if name == SPLIT and isinstance(value, str) and held_out([value]):
+            yield f"of split '{value}' by a field of the row, trained on"
         elif name in FLAGS and value is not None and value != (name in _COUNTS):
-            yield f"with '{name}' beside the text count in full"
+            yield f"with '{name}' beside the text, counted in full"
         elif name in NOT_READ and value:
-            yield f"with '{name}' beside the messages are read without it"
+            yield f"with '{name}' beside the messages, read without it"

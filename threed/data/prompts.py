@@ -19,6 +19,7 @@ from threed.data.chat import BESIDE, CONFIG, ChatTemplate, templates
 from threed.data.run_tokenizer import home_of
 from threed.data.sampling import TOKENIZER
 from threed.data.tokenizer import Tokenizer, keep_end
+from threed.data.tokenizer_files import SPECIAL, tokenizer_file
 from threed.schema import DataConfig, ModelConfig
 
 
@@ -81,13 +82,15 @@ def keep_tokenizer(file: Path | None, data: DataConfig, folder: Path) -> list[st
     write text wherever it is moved. Another tokenizer that is there stays. Returns warnings."""
     if file is None:
         return []
-    files, said = {TOKENIZER: file, **templates(data)}, []
+    special = tokenizer_file(data.tokenizer).with_name(SPECIAL) if data.tokenizer != "bpe" else None
+    known = {SPECIAL: special} if special is not None and special.is_file() else {}  # which a template names
+    files, said = {TOKENIZER: file, **known, **templates(data)}, []
     try:
         if (home := home_of(file, folder)) != folder:
             said = [] if home.is_dir() else [f"{folder / TOKENIZER} is of the run's older checkpoints, and "
                                              f"stays; that of those from here on is kept in {home}"]
             folder = home
-        for name in (TOKENIZER, BESIDE, CONFIG):
+        for name in (TOKENIZER, BESIDE, CONFIG, SPECIAL):
             kept, source = folder / name, files.get(name)
             if source is None:
                 kept.unlink(missing_ok=True)

@@ -186,3 +186,41 @@ def test_a_checkpoint_that_does_not_say(at):
                                                 "they are not compared"]
     assert notes(STEP, older, {}, config) == []
     assert changes({**older, "data": mine}, {}, config.data) == []
+
+
+def test_another_order_of_files(at, tmp_path):
+    """Names decide it: the message does not blame the content alone. A glob has the order of a folder."""
+    for number, name in enumerate(("a-b", "a", "c")):
+        (tmp_path / "d" / name).mkdir(parents=True)
+        lines(tmp_path / "d" / name / "x.jsonl", f"red {WORDS[number]}")
+    before = at("data.source=d")
+    assert differ(before, at("data.source=d/*/*.jsonl")) == []
+    (tmp_path / "d" / "c").rename(tmp_path / "d" / "d")
+    assert differ(before, at("data.source=d")) == []
+    (tmp_path / "d" / "d").rename(tmp_path / "d" / "A")
+    says = "the content of {} is another, or its files have other names, and so another order"
+    for source in ("d", "d/*/*.jsonl"):
+        assert differ(before, at(f"data.source={source}")) == [says.format(source)]
+
+
+def test_another_chat_template(at):
+    """It is to blame where its content changes under the same name, and not the data; where its name changes,
+    a note says so."""
+    talk = [{"role": "user", "content": "red"}, {"role": "assistant", "content": "blue"}]
+    Path("chat.jsonl").write_text(json.dumps({"messages": talk}) + "\n")
+    template = "{% for m in messages %}{{ m.content }} {% endfor %}"
+    for name, text in (("t.jinja", template), ("same.jinja", template), ("other.jinja", "one " + template)):
+        Path(name).write_text(text)
+    chat = ["data.source=chat.jsonl", "data.loss_mask=chat"]
+    before = at(*chat, "data.chat_template=t.jinja")
+    assert differ(before, at(*chat, "data.chat_template=same.jinja")) == []
+    assert differ(before, at(*chat, "data.chat_template=other.jinja")) == []
+    shutil.copy("other.jinja", "t.jinja")
+    assert differ(before, at(*chat, "data.chat_template=t.jinja")) == [
+        "the chat template in data.chat_template=t.jinja is another, and so are the tokens"]
+    Path("chat_template.jinja").write_text(template)
+    before = at(*chat)
+    assert differ(before, at(*chat)) == []
+    Path("chat_template.jinja").write_text("two " + template)
+    says = "the chat template of data.tokenizer=tok.json is another, and so are the tokens"
+    assert differ(before, at(*chat)) == [says]

@@ -144,9 +144,11 @@ def test_half_a_pair(prefix, gone, says):
     (lambda idx: idx[:34] + struct.pack("<i", -5) + idx[38:], "p.idx is damaged"),
     (lambda idx: idx[:-8] + struct.pack("<q", 39), "p.idx is damaged"),
     (lambda idx: idx[:-16] + struct.pack("<q", 77) + idx[-8:], "p.idx is damaged"),
-    (lambda idx: idx[:34] + struct.pack("<i", 51) + idx[38:],
+    (lambda idx: idx[:190] + struct.pack("<i", 51) + idx[194:],
      "p.bin is cut short: .*2001 tok.*4002 bytes.*has 4000"),
     (lambda idx: idx[:34] + struct.pack("<i", 49) + idx[38:],
+     "p.idx lists .* is damaged: sequence 1 begins at byte 100, and those before it end at 98"),
+    (lambda idx: idx[:190] + struct.pack("<i", 49) + idx[194:],
      "p.bin is too long .*1999 tok.*3998 bytes.*has 4000"),
 ])
 def test_damaged_index(prefix, change, says):
@@ -172,3 +174,22 @@ def test_short_bin(prefix):
 def test_no_tokens(tmp_path):
     with pytest.raises(InputError, match="holds no tokens"):
         Tokens(write(tmp_path / "q", [[]]))
+
+
+@pytest.mark.parametrize("lengths, offsets, tail, says", [
+    ([3, 1, 2], [6, 0, 2], b"", r"in another order .*: sequence 0 begins at byte 6, and those .* at 0"),
+    ([1, 2, 3], [0, 4, 6], b"", r"sequence 1 begins at byte 4, and those before it end at 2"),
+    ([2, 2, 2], [0, 0, 8], b"", r"sequence 1 begins at byte 0, and those before it end at 4"),
+    ([1, 2, 3], [0, 1, 3], b"", r"sequence 1 begins at byte 1, and those before it end at 2"),
+    ([1, 2, 3], [0, 2, 6], b"\0\1\0", r"has 3 bytes more than its 3 sequences need: the data have pictures"),
+    ([1, 2], [0, 2], b"", r"m.bin is of another type, with 4 bytes a token, or too long for its .idx")])
+def test_an_index_over_data_in_another_order(lengths, offsets, tail, says, tmp_path):
+    """Megatron-LM follows the offsets of an index, and threed reads on: where these differ it is refused."""
+    prefix = write(tmp_path / "m", [[1], [2, 3], [4, 5, 6]])
+    assert Tokens(prefix).document_ends.tolist() == [1, 3, 6]
+    header = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, len(lengths), len(lengths) + 1)
+    Path(f"{prefix}.idx").write_bytes(
+        header + np.array(lengths, np.int32).tobytes() + np.array(offsets, np.int64).tobytes()
+        + np.arange(len(lengths) + 1, dtype=np.int64).tobytes() + tail)
+    with pytest.raises(InputError, match=says):
+        Tokens(prefix)

@@ -6,6 +6,8 @@ data.on_change=accept. Checkpoints of imports and of older versions do not know 
 from __future__ import annotations
 
 import dataclasses
+import glob
+import os
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from threed.schema import Config, DataConfig
 # Keys that say which tokens the same content becomes: a note says that they have changed, and tokens cannot
 # be compared then.
 MAKE_TOKENS = ("append_eod", "prepend_bos", "loss_mask", "chat_template")
+_OR_ORDER = ", or its files have other names, and so another order"
 
 
 def check(path: Path, manifest: dict[str, Any], data: dict[str, Any], config: Config,
@@ -67,8 +70,13 @@ def changes(manifest: dict[str, Any], data: dict[str, Any], now: DataConfig,
         found.append(f"data.tokenizer={now.tokenizer} is another tokenizer")
     if base:
         return found
-    same_making = all(theirs[key] == getattr(now, key) for key in MAKE_TOKENS)
-    compared = same_making and (retrained or not other)
+    unlike = [key for key in MAKE_TOKENS if theirs[key] != getattr(now, key)]
+    if not unlike and before.get("template") not in (None, data.get("template")):
+        where = f"in data.chat_template={now.chat_template}" if now.chat_template else \
+            f"of data.tokenizer={now.tokenizer}"
+        found.append(f"the chat template {where} is another, and so are the tokens")
+        unlike.append("chat_template")
+    compared = not unlike and (retrained or not other)
     parts = _changes_of_sources(before["sources"], data["sources"], compared)
     if other and retrained:
         parts = parts or ["the content of data.source is another"]
@@ -97,7 +105,8 @@ def _changes_of_sources(before: list[dict[str, Any]], now: list[dict[str, Any]],
         order = [now.index(new) for _, new in sorted(pairs, key=lambda pair: before.index(pair[0]))]
     changed = [new["source"] for old, new in pairs if compared and old["tokens"] != new["tokens"]]
     if changed and not (rest or left):
-        found.append(f"the content of {', '.join(changed)} is another")
+        several = any(os.path.isdir(each) or glob.has_magic(each) for each in changed)
+        found.append(f"the content of {', '.join(changed)} is another{_OR_ORDER if several else ''}")
     if not found and order != sorted(order):
         found.append("data.mix has its sources in another order, and so the samples")
     return found

@@ -1,6 +1,7 @@
 """Identity: what a run's data and tokenizer are, by their content, whatever their paths and dates.
 
-    {"sources": [{"source": ..., "share": "1/2", "tokens": DIGEST}, ...], "tokenizer": DIGEST}
+    {"sources": [{"source": ..., "share": "1/2", "tokens": DIGEST}, ...], "tokenizer": DIGEST,
+     "template": DIGEST of the chat template, with data.loss_mask=chat}
 
 A checkpoint keeps it (checkpoint/provenance). Prepared data have checksums of all that matters in their
 meta.json, so nothing is read again. Of Megatron's own files up to READ_BYTES are read, spread over a longer
@@ -16,6 +17,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+from threed.data.chat import ChatTemplate
 from threed.data.mix import sources
 from threed.data.run_tokenizer import digest_of, tokenizer_digest
 from threed.data.tokens import Prepared
@@ -34,7 +36,9 @@ def identity(config: Config, prepared: Prepared) -> dict[str, Any]:
     total = sum((weight for weight, _ in given), Fraction())
     return {"sources": [{"source": data.source, "share": str(weight / total), "tokens": _tokens(part.prefix)}
                         for (weight, data), part in zip(given, prepared.parts, strict=True)],
-            "tokenizer": tokenizer_digest(prepared.tokenizer)}
+            "tokenizer": tokenizer_digest(prepared.tokenizer),
+            "template": digest_of(ChatTemplate(config.data).identity.encode())
+            if config.data.loss_mask == "chat" else None}
 
 
 def _tokens(prefix: Path) -> str:

@@ -62,7 +62,7 @@ class Tokens:
                 _check_stand_in(bin_)
                 how = "cut short" if have_bytes < want_bytes else "too long for its .idx"
                 if num_tokens and have_bytes % num_tokens == 0 and have_bytes // num_tokens in (1, 2, 4, 8):
-                    how = f"of another type, with {have_bytes // num_tokens} bytes a token"
+                    how = f"of another type, with {have_bytes // num_tokens} bytes a token, or {how}"
                 raise InputError(f"{bin_} is {how}: {idx} tells of {num_tokens} tokens of {dtype}, "
                                  f"{want_bytes} bytes, and the file has {have_bytes}; prepare the data again")
             if not num_tokens:
@@ -131,7 +131,7 @@ def _read_index(path: Path) -> tuple[np.dtype, np.ndarray]:
     """Token dtype, and the token at which each document ends (int64 [documents]).
 
     Layout: header; int32 length of each sequence; int64 byte offset of each; int64 document bounds, from 0 up
-    to the number of sequences. The offsets only repeat the lengths.
+    to the number of sequences. Here sequences follow each other, and so the offsets repeat the lengths.
     """
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -150,8 +150,12 @@ def _read_index(path: Path) -> tuple[np.dtype, np.ndarray]:
         if size < needed:
             raise InputError(f"{path} is cut short: {sequences} sequences in {max(0, bounds - 1)} documents "
                              f"need {needed} bytes, and the file has {size}; prepare the data again")
+        if size > needed:
+            raise InputError(f"{path} has {size - needed} bytes more than its {sequences} sequences need: "
+                             "the data have pictures, which threed does not read, or it is damaged; prepare "
+                             "the text alone")
         lengths = np.fromfile(file, np.int32, sequences)
-        file.seek(sequences * 8, 1)
+        offsets = np.fromfile(file, np.int64, sequences)
         edges = np.fromfile(file, np.int64, bounds)
     if ((lengths < 0).any() or bounds < 1 or edges[0] != 0 or edges[-1] != sequences
             or (np.diff(edges) < 0).any()):
@@ -159,7 +163,14 @@ def _read_index(path: Path) -> tuple[np.dtype, np.ndarray]:
                          "prepare the data again")
     # first token of each sequence, and the end
     token_at = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-    return np.dtype(_DTYPES[code]), token_at[edges[1:]]
+    dtype = np.dtype(_DTYPES[code])
+    if len(wrong := np.flatnonzero(offsets != token_at[:-1] * dtype.itemsize)):
+        first = int(wrong[0])
+        raise InputError(f"{path} lists its sequences in another order than they have in the .bin, "
+                         f"leaves some out or is damaged: sequence {first} begins at byte {offsets[first]}, "
+                         f"and those before it end at {token_at[first] * dtype.itemsize}; threed reads a .bin "
+                         "from its beginning to its end: write the pair anew, in the order of the index")
+    return dtype, token_at[edges[1:]]
 
 
 class Sample(NamedTuple):

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from threed.base.errors import InputError
 from threed.data import encode
 from threed.data import megatron as in_place
 from threed.data import tokens as subject
+from threed.data.cache import entries
 from threed.data.samples import Tokens
 from threed.data.tokenizer import PIECE_CHARS, load
 from threed.data.tokens import prepare
@@ -169,15 +171,24 @@ def test_full_disk(source, tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(subject.json, "dumps", full)
-    with pytest.raises(InputError, match=r"kept in .*cache: No space left on device.*data.cache"):
+    says = r"written to .*cache: No space left on device; make room there, or set data.cache to a folder on"
+    with pytest.raises(InputError, match=says):
         prepare(config(source, tmp_path), MODEL)
     assert folders(tmp_path) == []
 
 
-def test_cache_that_cannot_be_made(source, tmp_path):
+def test_cache_that_cannot_be_made(source, tmp_path, monkeypatch):
+    """A file, a folder in one, a name that is too long: no room is missing."""
     (tmp_path / "cache").write_text("a file")
-    with pytest.raises(InputError, match=r"cannot be kept in .*cache"):
-        prepare(config(source, tmp_path), MODEL)
+    for cache, why in (("cache", "Not a dir"), ("cache/x", "Not a dir"), ("x" * 300, "name too long")):
+        says = f"prepared data cannot be written to .*{cache}: .*{why}.*; set data.cache to a folder that can"
+        with pytest.raises(InputError, match=says):
+            prepare(replace(config(source, tmp_path), cache=str(tmp_path / cache)), MODEL)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with pytest.raises(InputError, match=r"/threed \(data.cache is not set\): "):
+        prepare(replace(config(source, tmp_path), cache=None), MODEL)
+    with pytest.raises(InputError, match="cannot be read as a cache of prepared data: Not a directory"):
+        entries(tmp_path / "cache")
 
 
 @pytest.mark.parametrize("name, change", [

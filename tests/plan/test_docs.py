@@ -113,6 +113,24 @@ def test_only_public_names_are_imported():
     assert len(lines) > 15 and not [each for each in lines if not public.match(each[1])]
 
 
+def test_two_machines_train_on_what_they_prepared(tmp_path):
+    """Each command of the tutorial reads one config, and changes nothing of its data."""
+    page = ROOT / "docs" / "tutorials" / "two-machines.md"
+    lines = [shlex.split(line) for line in "\n".join(blocks(page, "sh")).splitlines()]
+    ((_, shipped, copy),) = (line for line in lines if line[0] == "cp")
+    (own,) = blocks(page, "yaml")
+    config = tmp_path / "copy.yaml"
+    OmegaConf.save(OmegaConf.merge(OmegaConf.load(ROOT / shipped), OmegaConf.create(own)), config)
+    assert sum(shipped in line for line in lines) == 1
+    commands = [line for line in lines if copy in line and line[0] != "cp"]
+    assert [line[line.index(copy) - 1] for line in commands] == [
+        "data", "launch/torchrun.sh", "launch/slurm.sbatch"]
+    prepared, *trained = (load(config, line[line.index(copy) + 1:]) for line in commands)
+    assert all(each.data == prepared.data and each.run.dir == prepared.run.dir for each in trained)
+    for path in (prepared.data.source, prepared.data.tokenizer, prepared.data.cache, prepared.run.dir):
+        assert path is not None and Path(copy).parent in Path(path).parents
+
+
 def test_front_page_is_short():
     assert len((ROOT / "README.md").read_bytes()) <= 10_000
 

@@ -9,6 +9,7 @@ A process that reads tokens holds a shared lock of their meta.json, so that `cle
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -33,6 +34,15 @@ _UNITS_S = {"m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
 def cache_root(data: DataConfig) -> Path:
     """Where prepared data are kept."""
     return Path(data.cache or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "threed")).expanduser()
+
+
+def cannot_be_written(data: DataConfig, error: OSError) -> InputError:
+    """A cache into which nothing can be written, and what to do."""
+    default = "" if data.cache else " (data.cache is not set)"
+    do = "make room there, or set data.cache to a folder on another disk" \
+        if error.errno in (errno.ENOSPC, errno.EDQUOT) else "set data.cache to a folder that can be written"
+    return InputError(f"prepared data cannot be written to {cache_root(data)}{default}: "
+                      f"{error.strerror or error}; {do}")
 
 
 def open_scratch(folder: Path) -> tuple[Path, TextIO]:
@@ -92,7 +102,14 @@ class CacheEntry:
 def entries(root: Path) -> list[CacheEntry]:
     """The prepared data in a cache, those used last first."""
     found = []
-    for folder in root.iterdir() if root.is_dir() else ():
+    try:
+        folders = list(root.iterdir())
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise InputError(f"{root} cannot be read as a cache of prepared data: {error.strerror or error}; set "
+                         "data.cache to a folder that can be read") from None
+    for folder in folders:
         if _KEY.fullmatch(folder.name) and folder.is_dir():
             with contextlib.suppress(FileNotFoundError):  # another process has removed it
                 found.append(_entry(folder))

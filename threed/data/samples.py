@@ -168,8 +168,8 @@ def _read_index(path: Path) -> tuple[np.dtype, np.ndarray]:
         first = int(wrong[0])
         raise InputError(f"{path} lists its sequences in another order than they have in the .bin, "
                          f"leaves some out or is damaged: sequence {first} begins at byte {offsets[first]}, "
-                         f"and those before it end at {token_at[first] * dtype.itemsize}; threed reads a .bin "
-                         "from its beginning to its end: write the pair anew, in the order of the index")
+                         f"and those before it end at {token_at[first] * dtype.itemsize}; threed reads a "
+                         ".bin from its beginning to its end: write the pair anew, in the order of the index")
     return dtype, token_at[edges[1:]]
 
 

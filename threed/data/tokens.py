@@ -37,7 +37,7 @@ import numpy as np
 from threed.base.errors import InputError
 from threed.base.hashing import splitmix64
 from threed.base.quantity import show_bytes, show_count, show_many, show_seconds
-from threed.data.cache import cache_root, open_scratch, remove_stale
+from threed.data.cache import cache_root, cannot_be_written, open_scratch, remove_stale
 from threed.data.chat import ChatTemplate
 from threed.data.corpus import fingerprint, not_read, source_bytes
 from threed.data.encode import documents_of, encode
@@ -140,14 +140,13 @@ def _prepare(data: DataConfig, whole: Sequence[DataConfig], model: ModelConfig,
     key = hashlib.blake2b(repr(what).encode(), digest_size=10).hexdigest()
     root = cache_root(data)
     folder = root / key
-    remove_stale(root)
     try:
+        remove_stale(root)
         cached = folder.is_dir()
         if not cached:
             _build(folder, content, _Making(path, data, whole, model, progress))
     except OSError as error:  # of the cache: a source that cannot be read has raised InputError
-        raise InputError(f"prepared data cannot be kept in {root}: {error.strerror or error}; make room "
-                         "there or set data.cache to another folder") from None
+        raise cannot_be_written(data, error) from None
     prepared = _open(folder, cached)
     for line in prepared.notes:
         progress(f"threed: warning: {line}")

@@ -85,6 +85,7 @@ def test_reasons_are_told_apart(tmp_path):
     ([{"text": ["x"]}, {"text": {}}, GOOD["none"]],
      r":1: field 'text' is a list, not a text; of 3 rows of a.jsonl 1 is so, 1 more is bad otherwise; repai"),
     # it is wrong everywhere
+    ([{"input_ids": [1, 2], "labels": [1, 2]}], r"'input_ids' holds token ids, and no field a text; give"),
     ([{"id": 1, "body": "x"}] * 3, r":1: no field 'text' .*, in all of 3 rows; set data.text_key to the one "
      r"that holds it, such as 'body'$"),
     ([{"text": None, "body": "x"}] * 2, r"is null, not a text, in all of 2 rows; set data.text_k.* 'body'$"),

@@ -72,6 +72,8 @@ def test_a_name_of_the_hub(tmp_path, monkeypatch):
         says = rf"hf download {name} tokenizer.json tokenizer_config.json --local-dir {name}; then data.tok"
         with pytest.raises(InputError, match=says):
             load(name)
+    with pytest.raises(InputError, match=r"and cl100k_base is a vocabulary of tiktoken; docs/tokenizers.md"):
+        load("cl100k_base")
     folder = tmp_path / "models--meta-llama--Llama-3.1-8B" / "snapshots" / "abc"
     folder.mkdir(parents=True)
     with pytest.raises(InputError, match=rf"hub's cache: set data.tokenizer={folder.parents[1]}$"):
@@ -85,6 +87,13 @@ def test_a_name_of_the_hub(tmp_path, monkeypatch):
     (tmp_path / "link.json").symlink_to("gone")
     with pytest.raises(InputError, match=r"data.tokenizer=link.json: link.json is a link to gone, which"):
         load("link.json")
+
+
+def test_a_packed_one_is_to_be_unpacked(tmp_path):
+    """No other name helps, as it does for a source."""
+    (tmp_path / "tokenizer.json").write_bytes(gzip.compress(b"{}"))
+    with pytest.raises(InputError, match=r"is packed by gzip, not a tokenizer.json; unpack it$"):
+        load(tmp_path)
 
 
 def test_a_folder_with_a_dead_link(tmp_path):

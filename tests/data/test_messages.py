@@ -139,6 +139,16 @@ def test_an_answer_that_only_calls_is_not_learned_as_none(tmp_path):
         prepared(tmp_path, [{"messages": [ASK, answer("", tool_calls=[CALL])]}])
 
 
+@pytest.mark.parametrize("template, says", [
+    ("", "chat.jinja writes nothing of what the assistant says; give another data.chat_template"),
+    ("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}", "chat.jinja writes nothing"),
+    (CHATML + "{% if tools %}{% generation %}{% endgeneration %}{% endif %}", "marks nothing of these"),
+    (json.dumps({"chat_template": CHATML}), "chat.jinja is JSON, and no Jinja file; give")])
+def test_a_template_that_leaves_out_the_answers_is_to_blame(template, says, tmp_path):
+    with pytest.raises(InputError, match=says):
+        prepared(tmp_path, [{"messages": [ASK, answer("one")]}], template)
+
+
 def test_nobody_is_called_assistant(tmp_path):
     talk = [{"role": "human", "content": "a"}, {"role": "gpt", "content": "b"}]
     with pytest.raises(InputError, match=r"no message has role 'assistant', the one that counts \(roles that "

@@ -109,6 +109,9 @@ class ChatTemplate:
                   out: list[int]) -> Segments:
         """`out`: the answers that do not count."""
         first, *marked = self._marked(messages, where, tools).split(BEGIN)
+        if not marked:
+            raise BadRow(where, f"{self.path} marks nothing of these messages by {{% generation %}}", ", so "
+                         "what the assistant says cannot be told; give another data.chat_template")
         segments, not_counted = [TextSegment(first, False)], set()
         for number in out:  # its marks are those that come with it
             before, after = (self._marked(messages[:stop], where, tools).count(BEGIN)
@@ -125,12 +128,17 @@ class ChatTemplate:
     def _compare(self, messages: list[Message], tools: list[Any] | None, where: str, whole: str) -> None:
         """Note what messages have and the template does not write: the text `whole` is the same without it.
         BadRow where nothing of an answer is left."""
-        lost, at = [], 0
+        lost, at, said = [], 0, False
         for number, message in enumerate(messages):
             place = whole.find(message["content"].strip(), at)
             at = max(at, place)
             if place < 0 and self._same(messages, number, {**message, "content": _ANSWER}, tools, whole):
                 lost.append(f"of role '{message['role']}'")
+            else:
+                said |= message["role"] == ANSWERS
+        if not said:
+            raise BadRow(where, f"{self.path} writes nothing of what the assistant says", "; give another "
+                         "data.chat_template")
         looked = [(number, name) for number, message in enumerate(messages) for name in message
                   if name not in (*_LINKS, *FLAGS) and message[name] not in ("", [], {})]
         if (looked or tools) and self._whole < _ENOUGH:
@@ -197,7 +205,11 @@ def templates(data: DataConfig) -> dict[str, Path]:
 def _found(data: DataConfig, folder: Path | None) -> tuple[Path, dict[str, str]]:
     """Where the templates are, and the text of each by its name."""
     if data.chat_template is not None:
-        return (path := Path(data.chat_template).expanduser()), {_DEFAULT: _read(path)}
+        path = Path(data.chat_template).expanduser()
+        if (text := _read(path)).lstrip().startswith('{"'):
+            raise InputError(f"{path} is JSON, and no Jinja file; give data.chat_template a file that holds "
+                             "the text of its field chat_template")
+        return path, {_DEFAULT: text}
     if folder is not None and (folder / BESIDE).is_file():
         more = {path.stem: _read(path) for path in folder.glob(f"{_MORE}/*.jinja")}
         return folder / BESIDE, {**more, _DEFAULT: _read(folder / BESIDE)}

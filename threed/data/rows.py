@@ -287,6 +287,11 @@ def text_of(value: Row, field: str, key: str, where: str, taken: Sequence[str] =
     """The text in a field, which the key `key` of the config names. `taken`: fields that are read already."""
     others = [name for name, text in value.items()
               if name not in (field, *taken) and isinstance(text, str) and text.strip()]
+    if field not in value and not others:
+        ids = next((name for name, ids in value.items() if _are_ids(ids)), None)
+        if ids is not None:
+            raise BadRow(where, f"field '{ids}' holds token ids, and no field a text", "; give the text that "
+                         "they were made of: tokens are read from a pair of Megatron's .bin and .idx alone")
     if field not in value:
         fields = ", ".join(value) or "none"
         raise BadRow(where, f"no field '{field}'", f" (the fields are: {fields})", key, others)
@@ -298,6 +303,10 @@ def text_of(value: Row, field: str, key: str, where: str, taken: Sequence[str] =
             raise BadRow(where, f"field '{field}' is binary, and not text in UTF-8",
                          f": {error.reason} at byte {error.start}") from None
     return checked_text(text, f"field '{field}'", where, key, others)
+
+
+def _are_ids(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(each) is int and each >= 0 for each in value)
 
 
 def checked_text(text: Any, what: str, where: str, key: str | None = None,

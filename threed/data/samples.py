@@ -52,8 +52,10 @@ class Tokens:
         for path, other in ((idx, bin_), (bin_, idx)):
             if not path.is_file():
                 half = f"{other} is there, but " if other.is_file() else ""
+                raw = "; tokens without an index, as other programs write them, are not read: give the " \
+                    "text" if path == idx else ""
                 raise InputError(f"{half}{path} is missing; a prefix of Megatron data needs both .bin and "
-                                 ".idx")
+                                 f".idx{raw}")
         try:
             dtype, self.document_ends = _read_index(idx)
             num_tokens = int(self.document_ends[-1]) if len(self.document_ends) else 0

@@ -13,6 +13,7 @@ from threed.data.tokenizer_files import CONFIG, TOKENIZER
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")  # of a model on the hub
 _FILES = {".json", ".model", ".tiktoken", ".txt", ".vocab"}  # ends of a file's name, and of no model's
 _TIKTOKEN = re.compile(rb"[A-Za-z0-9+/]+=* \d+\r?\n[A-Za-z0-9+/]+=* \d+\r?\n")
+_TIKTOKEN_NAMES = ("r50k_base", "p50k_base", "cl100k_base", "o200k_base", "o200k_harmony")
 PAGE = "docs/tokenizers.md"
 GUIDE = f"{PAGE} says how to get a tokenizer.json"
 
@@ -32,6 +33,8 @@ def missing(path: Path) -> str:
     if not _NAME.fullmatch(name) or path.suffix in _FILES:
         return (f"{path} cannot be read as a tokenizer: No such file or directory; give a {TOKENIZER} on "
                 "this machine, the folder of a model that has one, or data.tokenizer=bpe")
+    if name in _TIKTOKEN_NAMES:
+        return f"there is no such file, and {name} is a vocabulary of tiktoken; {GUIDE}"
     cached = _cache_of_the_hub() / f"models--{name.replace('/', '--')}"
     if cached.is_dir():
         return ("there is no such file, but a model of that name in the hub's cache: set "
@@ -55,7 +58,8 @@ def other_kind(path: Path, content: bytes) -> str | None:
     if _TIKTOKEN.match(content):
         return f"{path} is a tiktoken vocabulary, not a tokenizer.json; {_convert(path.parent)}"
     if (kind := kind_of(content[:HEAD_BYTES])) is not None:
-        return f"{path} is {kind.what}, not a tokenizer.json; {kind.advice}"
+        do = "unpack it" if kind.what.startswith("packed") else kind.advice  # no name helps
+        return f"{path} is {kind.what}, not a tokenizer.json; {do}"
     beside = f"give {path.with_name(TOKENIZER)}, which lies beside it" \
         if path.name != TOKENIZER and path.with_name(TOKENIZER).is_file() else None
     try:

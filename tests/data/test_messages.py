@@ -81,6 +81,14 @@ def test_what_stands_beside_the_messages(fields, says, tmp_path):
                      [f"data.source=chat.jsonl: there are rows: {says} (chat.jsonl:1)"])
 
 
+def test_what_stands_beside_an_answer(tmp_path):
+    rows = [{"prompt": "a", "answer": "b"}, {"prompt": "a", "answer": "c", "train": False, "split": "dev"}]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    data = DataConfig(str(tmp_path / "a.jsonl"), cache=str(tmp_path / "cache"), loss_mask="answers")
+    (note,) = prepare(data, MODEL).notes
+    assert "1 of split 'dev' by a field of the row" in note and "1 with 'train' beside the text" in note
+
+
 def test_a_template_says_what_counts(tmp_path):
     """Its marks do, and not what it adds to the messages before: a head of the answer, or nothing of the
     first. Such a template may also write earlier messages otherwise."""
@@ -92,6 +100,12 @@ def test_a_template_says_what_counts(tmp_path):
     assert prepared(tmp_path, [{"messages": talk}], trimmed)[0] == "ONE;TWO;"
     template = ChatTemplate(chat(tmp_path, template=MARKED))
     assert (template.asked("hello"), template.end_of_turn()) == ("user:hello;assistant:", ";")
+    last_answer = last.replace("loop.last", "loop.last and m.role == 'assistant'")
+    assert prepared(tmp_path, [{"messages": talk}], last_answer) == ("TWO", [])
+    talk[1]["weight"] = 0
+    with pytest.raises(InputError, match=r"does not mark each answer by .*, so .* what message 1,"):
+        prepared(tmp_path, [{"messages": talk}], last_answer)
+    assert prepared(tmp_path, [{"messages": talk[1:]}], MARKED) == ("TWO;", [])
     with pytest.raises(InputError, match=r"has one {% generation %} in another, or the text has U\+FDD0"):
         prepared(tmp_path, [{"messages": [ASK, answer("a\ufdd0b")]}], MARKED)
 

@@ -9,6 +9,7 @@ ends the turn. White space after that is not counted.
 from __future__ import annotations
 
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -113,10 +114,15 @@ class ChatTemplate:
             raise BadRow(where, f"{self.path} marks nothing of these messages by {{% generation %}}", ", so "
                          "what the assistant says cannot be told; give another data.chat_template")
         segments, not_counted = [TextSegment(first, False)], set()
-        for number in out:  # its marks are those that come with it
-            before, after = (self._marked(messages[:stop], where, tools).count(BEGIN)
-                             for stop in (number, number + 1))
-            not_counted |= set(range(before, after))
+        if out:  # the marks of an answer are those that come with it
+            answers = [number for number, message in enumerate(messages) if message["role"] == ANSWERS]
+            stops = [0, *(self._marked(messages[:number + 1], where, tools).count(BEGIN)
+                          for number in answers)]
+            if any(start >= stop for start, stop in pairwise(stops)):
+                raise BadRow(where, f"{self.path} does not mark each answer by {{% generation %}}", ", so it "
+                             f"cannot be told what message {out[0]}, which is not to count, is")
+            not_counted = {mark for number, edges in zip(answers, pairwise(stops), strict=True)
+                           if number in out for mark in range(*edges)}
         for number, part in enumerate(marked):
             said, end, rest = part.partition(END)
             if not end or END in rest:
@@ -178,7 +184,8 @@ class ChatTemplate:
 
     def _text(self, messages: list[Message], where: str, tools: list[Any] | None = None,
               **options: bool) -> str:
-        return self._marked(messages, where, tools, **options).replace(BEGIN, "").replace(END, "")
+        text = self._marked(messages, where, tools, **options)
+        return text.replace(BEGIN, "").replace(END, "") if self._template(tools).marks else text
 
     def _marked(self, messages: list[Message], where: str, tools: list[Any] | None = None,
                 **options: bool) -> str:

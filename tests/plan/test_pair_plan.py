@@ -36,6 +36,19 @@ def test_refused(path, overrides, says):
         threed.load(path, [PAIR, *overrides])
 
 
+@pytest.mark.parametrize("schedule", ["zb-v", "dualpipe-v"])
+def test_a_budget_of_what_full_keeps(schedule):
+    """It was refused, with the message that as much as the budget, or less, was kept with all recomputed."""
+    def most(*overrides: str) -> int:
+        plan = analyse(toy("model.layers=2", "parallel.tp=1", "parallel.sequence_parallel=false",
+                           "train.micro_batch_size=1", "train.global_batch_size=8",
+                           f"parallel.schedule={schedule}", *overrides))
+        return max(row.activation_peak_bytes for row in stages(plan))
+
+    least = most("activation.policy=full")
+    assert most("activation.policy=budget", f"activation.budget={least}") <= least
+
+
 def test_a_schedule_of_a_script_is_refused(monkeypatch):
     """A row that a script adds says of itself whether it has pairs."""
     monkeypatch.setitem(SCHEDULES, "mine", Schedule(one_f_one_b, paired=False))

@@ -92,7 +92,9 @@ def _budgeted(config: Config, pipeline: Pipeline, table: Table) -> Table:
         if above <= 0:
             return activation.mark(table, chosen)
         target -= above
-    least = max(peaks(activation.worthwhile(table), table))
+    every = activation.worthwhile(table)
+    if (least := max(peaks(every, table))) <= budget:  # what is chosen without pairs may keep more with them
+        return activation.mark(table, every)
     raise InputError(f"activation.budget={config.activation.budget}: with every unit recomputed a rank "
                      f"still keeps {show_bytes(least)} of activations at its peak; raise the budget, "
                      "lower train.micro_batch_size, or use a schedule that keeps fewer micro-batches")

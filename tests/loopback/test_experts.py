@@ -360,6 +360,8 @@ BAD = {
     "copies": (["parallel.dp=4", "parallel.ep=4", "zero.shard_size=2"], r"the 2 shard groups do not divide"),
     "k": (["model.experts_per_token=9"], r"per_token=9 is more than model.experts=8: take at most 8"),
     "groups": (["model.expert_groups=3"], r"groups=3 does not divide model.experts=8: take a divisor of 8"),
+    "odd": (["model.hidden=17", "model.head_dim=4", "precision.dtype=bf16"],
+            r"model.hidden=17 with precision.dtype=bf16: .* take an even one"),
     "none": (["model.first_dense=2"], r"first_dense=2 leaves none of model.layers=2 .* at most 1"),
     "of-groups": (["model.expert_groups=4", "model.experts_per_token=6", "model.groups_per_token=2"],
                   r"cannot give model.experts_per_token=6"),

@@ -19,6 +19,7 @@ from threed.config.suits import check_data, check_monitor
 from threed.config.values import check_values
 from threed.models.check import unsound
 from threed.models.families.registry import calling, family_of
+from threed.models.layers.experts import ExpertsConfig
 from threed.models.tiling import cut_layers, layers_of, share_of
 from threed.schema import PIECES, CheckpointConfig, Config, ModelConfig, PrecisionConfig
 
@@ -243,6 +244,10 @@ def _check_precision(config: Config) -> Iterator[Problem]:
         if value not in ("fp32", precision.dtype):
             yield Problem.of(f"precision.{key}", f"={value}: must be fp32, or what precision.dtype is "
                              f"({precision.dtype})")
+    if isinstance(config.model, ExpertsConfig) and precision.dtype != "fp32" and config.model.hidden % 2:
+        yield Problem.of("model.hidden", f"={config.model.hidden} with precision.dtype={precision.dtype}: a "
+                         "row of a token travels to experts with its weight in fp32 behind it, which must "
+                         "begin at a multiple of 4 bytes; take an even one, or precision.dtype=fp32")
     if precision.dtype == "fp32" and precision.master == "none":
         yield Problem.of("precision.master", "=none: fp32 weights have no other copy to leave out; it is for "
                          "bf16 and fp16")

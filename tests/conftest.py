@@ -83,6 +83,18 @@ def pytest_sessionfinish(session):
         session.config.workeroutput["processor_s"] = processor_s()
 
 
+def pytest_terminal_summary(terminalreporter):
+    """The worst differences of the cells of tests/oracle, if some ran."""
+    calls = [each for some in terminalreporter.stats.values() for each in some
+             if getattr(each, "when", "") == "call"]
+    rows = [value for each in calls for name, value in each.user_properties if name == "oracle"]
+    if rows:
+        from tests.oracle import report
+
+        for line in report.lines(rows):
+            terminalreporter.write_line(line)
+
+
 def pytest_configure(config):
     """Only a whole tier has a budget; a part of one, or a worker of xdist, has none."""
     whole = config.args_source == pytest.Config.ArgsSource.TESTPATHS and not config.getoption("keyword")

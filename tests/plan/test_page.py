@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
 from pathlib import Path
@@ -12,15 +13,17 @@ import pytest
 import threed
 from threed.base.errors import InputError
 from threed.cli.main import app
+from threed.html_report import colors, figures, html, timelines
 from threed.html_report import content as contents
-from threed.html_report import figures, html, timelines
 from threed.html_report.content import Content, thin
-from threed.html_report.drawing import byte_unit, time_unit
+from threed.html_report.drawing import byte_unit, finish, plotly, time_unit
 from threed.html_report.report import content
 from threed.monitor.attribute import CAUSES
 from threed.prediction.report import show
 from threed.program.analysis import Analysis
 from threed.program.instruction import COMPUTE, Op
+from threed.program.summary import activations
+from threed.program.timeline_svg import COLORS
 
 OFFLOADED = ["zero.stage=3", "parallel.pp=4", "parallel.schedule=zb-v", "parallel.dp=2", "parallel.tp=1",
              "model.layers=14", "offload.optimizer=cpu", "offload.parameters=cpu"]
@@ -56,15 +59,61 @@ def test_light_dark_and_narrow(text):
     assert "prefers-color-scheme: dark" in own and "color-scheme: light dark" in own
     assert re.search(r'annotation-text\[style\*="rgb\(36, 41, 47\)"\]', own)  # INK, as the browser writes it
     assert '"paper_bgcolor":"rgba(0,0,0,0)"' in own and '"plot_bgcolor":"#fff"' not in own
-    assert own.count('<div class="figure">') == 7 and ".figure { overflow-x: auto; }" in own
+    assert own.count('<div class="figure">') == 7 and ".figure { overflow-x: auto;" in own
 
 
 def test_one_colour_a_kind(toy):
     """A kind of bytes has the same name and colour in the bars of peaks and in the curves of memory."""
     bars = {trace.name: trace.marker.color for trace in figures.peaks(toy).data}
     curves = {trace.name: trace.fillcolor for trace in figures.memory(toy).data if trace.name != "peak"}
-    assert set(bars) <= set(curves) and "saved" in bars
+    assert set(bars) <= set(curves) and "saved for backward" in bars
     assert {name: curves[name] for name in bars} == bars and len(set(bars.values())) == len(bars)
+
+
+PLANS = {"experts": ("configs/toy-moe.yaml", ["parallel.schedule=dualpipe-v", "parallel.pair=true",
+                                              "activation.policy=full"]),
+         "handing": ("configs/toy.yaml", ["model.family=tests/families/handing.py:HANDING"]),
+         "parts": ("configs/toy.yaml", ["parallel.schedule=zb-h1", "activation.policy=full",
+                                        "activation.partition=true", "parallel.sequence_parallel=true"])}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_kinds_have_colours_apart(name):
+    """What stands in one figure of memory has a name and a colour of its own, which an eye tells from the
+    others and from the page, light or dark; and no figure has the name of a slot in it."""
+    path, overrides = PLANS[name]
+    page = content(threed.load(path, overrides))
+    drawn = {trace.name: trace.fillcolor for trace in figures.memory(page).data if trace.name != "peak"}
+    assert drawn == {name: page.colors[name] for name in drawn} and len(drawn) > 8
+    assert not drawn.keys() & {*activations(page.plan.table)}
+    _assert_apart([*drawn.values(), *colors.GROUNDS], 0.06)
+
+
+def test_colours_apart(monkeypatch):
+    """The same of instructions, and of causes of time, also where a family's axis adds one. Of thirty
+    tensors that a family hands on, none has the colour of another."""
+    _assert_apart([*COLORS.values(), timelines.WAIT_COLOR], 0.05)
+    monkeypatch.setattr(colors, "CAUSES", (*CAUSES, "fp_wait", "xp_wait"))
+    _assert_apart([*colors.of_causes().values()], 0.06)
+    many = colors.spread(colors.FIXED, [f"t{number}" for number in range(30)])
+    _assert_apart([many[f"t{number}"] for number in range(30)], 0.06)
+
+
+def _assert_apart(drawn, least):
+    places = colors.oklab([colors.rgb(color) for color in drawn])
+    for (one, here), (other, there) in itertools.combinations(zip(drawn, places, strict=True), 2):
+        assert numpy.linalg.norm(here - there) > least, (one, other)
+
+
+@pytest.mark.parametrize(("names", "rows"), [(["loss"], 1), (["a" * 20] * 30, 1),
+                                             ([f"{n:030}" for n in range(7)], 3)])
+def test_room_for_the_legend(names, rows):
+    """A figure is as much taller as its legend has rows more than one, and its panels stay as large."""
+    go, _ = plotly()
+    figure = go.Figure([go.Bar(name=name, x=["pp0"], y=[1]) for name in names])
+    finish(figure, 300, margin={"l": 80, "r": 24, "t": 44, "b": 36})
+    assert figure.layout.height - figure.layout.margin.t == 300 - 44
+    assert figure.layout.margin.t == 44 + 19 * (rows - 1)
 
 
 def test_what_must_be_seen(text):

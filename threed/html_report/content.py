@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 from threed.base.errors import InputError
 from threed.base.mesh import Mesh
+from threed.html_report.colors import TEMPORARIES, of_kinds
+from threed.html_report.kinds import kind_name
 from threed.monitor.attribute import CAUSES, OF_FOLDS
 from threed.monitor.compare import attribute_walk, typical_step
 from threed.monitor.run import Run
@@ -96,10 +98,16 @@ class Content:
                  ("gradients", "gradient"), ("optimizer state", "optimizer"), ("buffers", "buffer"))}
         fixed["process and libraries" if self.machine.waits else "CUDA and NCCL"] = sum(
             row["peak"][f"{part}_bytes"] for part in ("context", "communicator"))
-        moving = {kind: by_kind[kind] for kind in activations(self.plan.table) if kind in by_kind}
-        moving["temporaries"] = [self.temporaries(item) if item.op in COMPUTE else 0
-                                 for item in self.plan.programs["train"][position]]
+        table = self.plan.table
+        moving = {kind_name(kind, table): by_kind[kind] for kind in activations(table) if kind in by_kind}
+        moving[TEMPORARIES] = [self.temporaries(item) if item.op in COMPUTE else 0
+                               for item in self.plan.programs["train"][position]]
         return fixed, moving
+
+    @cached_property
+    def colors(self) -> dict[str, str]:
+        """The colour of each kind of bytes."""
+        return of_kinds(self.plan.table)
 
     # ---------------------------------------------------------------- timelines
 

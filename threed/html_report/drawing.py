@@ -10,6 +10,8 @@ from threed.base.errors import InputError
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 INK, FAINT, LINE = "#24292f", "#6e7781", "#e6e8eb"
 CLEAR = "rgba(0,0,0,0)"  # the page's ground shows through: it is light or dark, as the reader's system is
+NARROWEST = 900  # pixels of a figure: on a narrow screen it is scrolled, so that its texts do not touch
+_LEGEND_ROW, _LEGEND_KEY, _LETTER = 19, 46, 6.6  # pixels: a row, what stands before a name, a letter of it
 PREDICTED, MEASURED = "#9aa5b1", "#4c78a8"
 # plotly's own bar of buttons has one that sends a figure to its cloud: a page keeps what it shows.
 CONFIG = {"displaylogo": False, "responsive": True, "scrollZoom": False, "showSendToCloud": False,
@@ -57,6 +59,7 @@ def finish(figure: Any, height: int, **layout: Any) -> Any:
     figure.update_layout(
         height=height, paper_bgcolor=CLEAR, plot_bgcolor=CLEAR, hovermode="closest", bargap=0.25,
         font={"family": FONT, "size": 12, "color": INK}, margin={"l": 64, "r": 24, "t": 48, "b": 48},
+        modebar={"bgcolor": CLEAR, "color": FAINT, "activecolor": MEASURED},
         hoverlabel={"bgcolor": "#fff", "bordercolor": LINE, "font": {"color": INK}},
         legend={"orientation": "h", "x": 0, "y": 1, "yref": "container", "yanchor": "top",
                 "bgcolor": CLEAR, "itemsizing": "constant",
@@ -66,7 +69,19 @@ def finish(figure: Any, height: int, **layout: Any) -> Any:
     figure.update_xaxes(**axis)
     figure.update_yaxes(**axis)
     figure.for_each_annotation(_title)
-    return figure.update_layout(**layout)
+    figure.update_layout(**layout)
+    more = _LEGEND_ROW * (_legend_rows(figure) - 1)
+    return figure.update_layout(height=height + more, margin_t=figure.layout.margin.t + more)
+
+
+def _legend_rows(figure: Any) -> int:
+    """The rows of the legend of a figure of the least width: plotly gives all names the longest one's."""
+    names = {trace.name for trace in figure.data if trace.name and trace.showlegend is not False}
+    if not names or figure.layout.showlegend is False:
+        return 1
+    margin = figure.layout.margin
+    width = NARROWEST - margin.l - margin.r
+    return -(-len(names) // max(1, int(width / (_LEGEND_KEY + _LETTER * max(map(len, names))))))
 
 
 def _title(note: Any) -> None:

@@ -7,12 +7,13 @@ from typing import Any
 
 from threed.base.mesh import AXES, shown
 from threed.base.quantity import show_bytes, show_count, show_seconds
+from threed.html_report import colors
 from threed.html_report.content import Content, thin
 from threed.html_report.drawing import FAINT, INK, MEASURED, PREDICTED, byte_unit, finish, plotly, time_unit
 from threed.monitor.attribute import CAUSES
 from threed.monitor.compare import HEADS
 from threed.prediction.report import highest
-from threed.program.summary import activations, sent_over
+from threed.program.summary import sent_over
 from threed.program.units import compute_units
 
 CELLS = 200_000  # ranks of which a mesh is drawn
@@ -21,15 +22,6 @@ CURVES = 8  # positions of which memory over time is drawn
 POINTS = 400  # of a curve of memory
 STEPS = 2_000  # points of a run's curves
 _UNITS_WIDTH, _LETTER = 490, 6.6  # pixels of the column of units, and of a letter in it
-IDLE_COLOR = "#dfe2e6"
-CAUSE_COLORS = {"compute": "#4c78a8", "p2p_wait": "#72b7b2", "dp_wait": "#e45756", "optimizer": "#b279a2",
-                "offload": "#9d755d", "idle": IDLE_COLOR}
-OTHER_WAIT = "#eeca3b"  # waiting for the lane of another group
-FIXED_COLORS = {"parameters": "#4c78a8", "gradients": "#e45756", "optimizer state": "#b279a2",
-                "buffers": "#bab0ac", "CUDA and NCCL": "#79706e",
-                "process and libraries": "#79706e"}
-OTHER_COLORS = {**FIXED_COLORS, "temporaries": "#a0c4a8"}
-ACTIVATION_COLORS = ("#f2cf5b", "#f58518", "#54a24b", "#83bcb6", "#d6a5c9", "#9ecae9", "#ff9da6", "#9d755d")
 LAYER_COLORS = ("#d8e5f3", "#c6d9ee")  # of units, by stage: even, odd
 END_COLOR = "#fbe3c8"  # of the first and the last unit
 
@@ -137,11 +129,12 @@ def memory(content: Content) -> Any:
         row, column = number // columns + 1, number % columns + 1
         times, kinds, highest_at = _curve(content, position)
         times = [*clock.of(times), content.values["step_time"] / clock.size]
-        for kind, color, sizes in kinds:
+        for kind, sizes in kinds:
             sizes = [*unit.of(sizes), sizes[-1] / unit.size]
             figure.add_trace(go.Scatter(
                 x=times, y=sizes, name=kind, stackgroup="held", legendgroup=kind, mode="lines",
-                showlegend=kind not in known, line={"width": 0, "shape": "hv"}, fillcolor=color,
+                showlegend=kind not in known, line={"width": 0, "shape": "hv"},
+                fillcolor=content.colors[kind],
                 hovertemplate=f"{kind} %{{y:.3g}} {unit.name} at %{{x:.4g}} {clock.name}<extra></extra>"),
                 row=row, col=column)
             known.add(kind)
@@ -153,31 +146,22 @@ def memory(content: Content) -> Any:
             row=row, col=column)
     figure.update_xaxes(ticksuffix=f" {clock.name}")
     figure.update_yaxes(ticksuffix=f" {unit.name}", rangemode="tozero")
-    return finish(figure, 90 + 230 * -(-len(positions) // columns),
-                  margin={"l": 80, "r": 24, "t": 76, "b": 36})
+    return finish(figure, 70 + 230 * -(-len(positions) // columns),
+                  margin={"l": 80, "r": 24, "t": 56, "b": 36})
 
 
-def _curve(content: Content, position: int) -> tuple[list[float], list[tuple[str, str, list[float]]], int]:
-    """Times, (kind, colour, bytes) of each kind, and the index of the peak. Slots begin in the order of
-    issue, so a time is the latest at which an instruction up to here begins."""
+def _curve(content: Content, position: int) -> tuple[list[float], list[tuple[str, list[float]]], int]:
+    """Times, the bytes of each kind, and the index of the peak. Slots begin in the order of issue, so a time
+    is the latest at which an instruction up to here begins."""
     fixed, moving = content.kinds(position)
     total = [sum(column) for column in zip(*moving.values())]
     chosen = sorted({0, *highest(total, POINTS)}) if total else [0]
     begun = list(accumulate(content.times(position)[0], max))
     times = [begun[index] for index in chosen]
-    kinds = [(name, FIXED_COLORS[name], [float(size)] * len(chosen)) for name, size in fixed.items() if size]
-    kinds += [(kind, _color(content, kind), [float(sizes[i]) for i in chosen])
-              for kind, sizes in moving.items() if any(sizes)]
+    kinds = [(name, [float(size)] * len(chosen)) for name, size in fixed.items() if size]
+    kinds += [(name, [float(sizes[i]) for i in chosen]) for name, sizes in moving.items() if any(sizes)]
     peak = max(range(len(chosen)), key=lambda at: total[chosen[at]]) if total else 0
     return times, kinds, peak
-
-
-def _color(content: Content, kind: str) -> str:
-    """The colour of a kind of bytes: the same in all figures and at all positions."""
-    if kind in OTHER_COLORS:
-        return OTHER_COLORS[kind]
-    place = activations(content.plan.table).index(kind)
-    return ACTIVATION_COLORS[place % len(ACTIVATION_COLORS)]
 
 
 def _at_the_peak(content: Content, position: int) -> dict[str, float]:
@@ -185,7 +169,7 @@ def _at_the_peak(content: Content, position: int) -> dict[str, float]:
     fixed, moving = content.kinds(position)
     total = [sum(column) for column in zip(*moving.values())]
     at = max(range(len(total)), key=total.__getitem__) if total else 0
-    return {**fixed, **{kind: sizes[at] for kind, sizes in moving.items() if sizes}}
+    return {**fixed, **{name: sizes[at] for name, sizes in moving.items() if sizes}}
 
 
 def peaks(content: Content) -> Any:
@@ -196,10 +180,9 @@ def peaks(content: Content) -> Any:
     parts = [_at_the_peak(content, position) for position in range(len(rows))]
     figure = go.Figure([
         go.Bar(name=kind, x=[f"pp{p}" for p in range(len(rows))],
-               y=unit.of([part.get(kind, 0.0) for part in parts]), marker_color=_color(content, kind),
+               y=unit.of([part.get(kind, 0.0) for part in parts]), marker_color=color,
                hovertemplate=f"{kind} %{{y:.3g}} {unit.name}<extra>%{{x}}</extra>")
-        for kind in (*FIXED_COLORS, *activations(content.plan.table), "temporaries")
-        if any(part.get(kind) for part in parts)])
+        for kind, color in content.colors.items() if any(part.get(kind) for part in parts)])
     figure.update_yaxes(ticksuffix=f" {unit.name}")
     return finish(figure, 280, barmode="stack", margin={"l": 80, "r": 24, "t": 44, "b": 36})
 
@@ -216,9 +199,10 @@ def causes(content: Content) -> Any:
     unit = time_unit(max(sum(row[cause] for cause in CAUSES) for _, _, row in rows))
     names = [[name for name, _, _ in rows], [kind for _, kind, _ in rows]] if content.spent else [
         name for name, _, _ in rows]
+    shades = colors.of_causes()
     figure = go.Figure([
         go.Bar(orientation="h", name=HEADS[cause], y=names, x=unit.of([row[cause] for _, _, row in rows]),
-               marker_color=CAUSE_COLORS.get(cause, OTHER_WAIT),
+               marker_color=shades[cause],
                customdata=[f"{show_seconds(row[cause])}, {row[cause] / (_total(row) or 1.0):.1%}"
                            for _, _, row in rows],
                hovertemplate=f"{HEADS[cause]}: %{{customdata}}<extra>%{{y}}</extra>")
@@ -248,12 +232,12 @@ def traffic(content: Content) -> Any:
     columns = min(4, len(links))
     figure = make_subplots(rows=-(-len(links) // columns), cols=columns, subplot_titles=list(links),
                            horizontal_spacing=0.07, vertical_spacing=0.22)
-    colors = {"tp": "#72b7b2", "dp": "#e45756", "pp": "#f58518"}
+    shades = colors.of_lanes()
     for number, (name, sizes) in enumerate(links.items()):
         unit = byte_unit(max(sizes))
         row, column = number // columns + 1, number % columns + 1
         figure.add_trace(go.Bar(x=[f"pp{p}" for p in range(len(rows))], y=unit.of(sizes), showlegend=False,
-                                marker_color=colors.get(name.split()[-1], "#9d755d"),
+                                marker_color=shades.get(name.split()[-1], colors.OTHER),
                                 hovertemplate=f"%{{x}} {name}: %{{y:.4g}} {unit.name}<extra></extra>"),
                          row=row, col=column)
         figure.update_yaxes(ticksuffix=f" {unit.name}", row=row, col=column)

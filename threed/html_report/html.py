@@ -9,20 +9,20 @@ from typing import Any
 from threed.base.quantity import show_bytes, show_count, show_seconds
 from threed.base.version import __version__
 from threed.html_report import figures, timelines
+from threed.html_report.colors import GROUNDS, IDLE, rgb
 from threed.html_report.content import LAST, Content
-from threed.html_report.drawing import CONFIG, FONT, INK, LINE, plotly
-from threed.html_report.figures import IDLE_COLOR
+from threed.html_report.drawing import CONFIG, FONT, INK, LINE, NARROWEST, plotly
 from threed.html_report.timelines import WAIT_COLOR
 from threed.monitor.goodput import spent
 from threed.monitor.loggers.logger import model_size
 from threed.prediction.report import show as show_report
 
-NARROWEST = 900  # pixels of a figure: on a narrow screen it is scrolled, so that its texts do not touch
+BUTTONS = 24  # pixels above a figure for plotly's buttons, which would lie on its legend
 
 
-def _rgb(color: str) -> str:
-    """#dfe2e6 as the browser writes it."""
-    return f"rgb({', '.join(str(int(color[at:at + 2], 16)) for at in (1, 3, 5))})"
+def _style(color: str) -> str:
+    """A colour as the browser writes it: rgb(223, 226, 230)."""
+    return f"rgb({', '.join(map(str, rgb(color)))})"
 
 
 # The browser itself refuses whatever would leave the page. WebGL, which plotly has and these figures do not
@@ -32,17 +32,17 @@ POLICY = ("default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inl
 # In the dark, what a figure draws in the colours of light paper (text, grid, frames of boxes, waiting) takes
 # those of the page. Texts inside boxes stay as they are: the boxes keep their colours.
 STYLE = f"""
-:root {{ color-scheme: light dark; --ground: #f6f8fa; --card: #fff; --edge: #e1e4e8; --ink: {INK};
+:root {{ color-scheme: light dark; --ground: #f6f8fa; --card: {GROUNDS[0]}; --edge: #e1e4e8; --ink: {INK};
   --soft: #57606a; --link: #0550ae; --line: {LINE}; --wait: {WAIT_COLOR}; }}
 @media (prefers-color-scheme: dark) {{
-  :root {{ --ground: #0d1117; --card: #161b22; --edge: #30363d; --ink: #e6edf3; --soft: #9198a1;
+  :root {{ --ground: #0d1117; --card: {GROUNDS[1]}; --edge: #30363d; --ink: #e6edf3; --soft: #9198a1;
     --link: #58a6ff; --line: #2b3138; --wait: #363c44; }}
   .js-plotly-plot :is([class*="tick"] text, .legendtext, text[class*="title"],
-                      .annotation-text[style*="{_rgb(INK)}"]) {{ fill: var(--soft) !important; }}
+                      .annotation-text[style*="{_style(INK)}"]) {{ fill: var(--soft) !important; }}
   .js-plotly-plot :is(.gridlayer path, .crisp[class*="lines"]) {{ stroke: var(--line) !important; }}
-  .js-plotly-plot .bars .point path {{ stroke: var(--card) !important; }}
-  .js-plotly-plot :is(.point path, .legendbar, .legendundefined):is([style*="{_rgb(WAIT_COLOR)}"],
-    [style*="{_rgb(IDLE_COLOR)}"]) {{ fill: var(--wait) !important; }}
+  .js-plotly-plot :is(.bars .point path, .legendbar, .legendundefined) {{ stroke: var(--card) !important; }}
+  .js-plotly-plot :is(.point path, .legendbar, .legendundefined):is([style*="{_style(WAIT_COLOR)}"],
+    [style*="{_style(IDLE)}"]) {{ fill: var(--wait) !important; }}
 }}
 body {{ margin: 0; background: var(--ground); color: var(--ink); font: 15px/1.5 {FONT}; }}
 main {{ max-width: 1240px; margin: 0 auto; padding: 24px 16px 64px; }}
@@ -59,7 +59,8 @@ section {{ margin-top: 20px; padding: 16px 18px; }}
 pre {{ overflow-x: auto; font-size: 12.5px; background: var(--ground); padding: 10px; border-radius: 6px; }}
 summary {{ cursor: pointer; color: var(--soft); }}
 nav a {{ margin-right: 14px; color: var(--link); text-decoration: none; }}
-.figure {{ overflow-x: auto; }}
+.figure {{ overflow-x: auto; padding-top: {BUTTONS}px; }}
+.figure .modebar-container {{ top: -{BUTTONS}px !important; }}
 .figure > div {{ min-width: {NARROWEST}px; }}
 @media (max-width: 600px) {{
   main {{ padding: 12px 8px 32px; }}

@@ -14,10 +14,10 @@ from threed.program.show import timeline
 from threed.program.walk import Walk
 
 COLORS = {Op.FORWARD: "#4c78a8", Op.RECOMPUTE: "#9ecae9", Op.BACKWARD: "#f58518",
-          Op.BACKWARD_INPUT: "#f58518", Op.BACKWARD_WEIGHT: "#54a24b", Op.CLIP: "#bab0ac",
+          Op.BACKWARD_INPUT: "#c4570a", Op.BACKWARD_WEIGHT: "#54a24b", Op.CLIP: "#bab0ac",
           Op.STEP: "#b279a2", Op.SEND: "#439894", Op.RECV: "#83bcb6", Op.GATHER: "#eeca3b",
-          Op.REDUCE: "#e45756", Op.OFFLOAD: "#9d755d", Op.FETCH: "#d8b5a5",
-          Op.RELEASE: "#d8d8d8", Op.EXCHANGE: "#e7ba52"}
+          Op.REDUCE: "#e45756", Op.OFFLOAD: "#9d755d", Op.FETCH: "#d9a066",
+          Op.RELEASE: "#d8d8d8", Op.EXCHANGE: "#6f4aa0"}
 assert set(COLORS) == set(Op)
 _DRAWN = (*COMPUTE, Op.CLIP, Op.STEP)
 _LEFT, _TOP, _ROW = 50, 48, 26  # pixels

@@ -8,6 +8,7 @@ import io
 import re
 import runpy
 import shlex
+from collections.abc import Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
 
@@ -16,12 +17,15 @@ from omegaconf import OmegaConf
 
 from tests.guides import blocks
 from threed.base.errors import ThreedError
+from threed.base.mesh import AXES, FOLDS
 from threed.cli.main import app
 from threed.config.keys.deepspeed import DEEPSPEED
 from threed.config.keys.megatron import MEGATRON
 from threed.config.load import known_keys, load
 from threed.config.synonyms import FRAMEWORKS
 from threed.models.families.registry import FAMILIES
+from threed.monitor.attribute import CAUSES
+from threed.monitor.goodput import PARTS
 from threed.prediction.schedule_only import predict_bare
 from threed.schedules.orders import SCHEDULES
 from threed.schema import Config
@@ -178,6 +182,35 @@ def _text(node: ast.AST) -> str:
     if isinstance(node, ast.JoinedStr):
         return "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values)
     return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else "…"
+
+
+def test_metrics():
+    """The first table of docs/metrics.md has the metrics that the code writes, and no others."""
+    values = {"counted": ("tokens", "samples"), "cause": CAUSES, "part": PARTS, "axis": (*AXES, *FOLDS),
+              "name": ("measured", "predicted")}  # of the variables in their names
+    written: set[str] = set()
+    for file in (ROOT / "threed").rglob("*.py"):
+        for key in filter(re.compile(r"[a-z]+/[\w{}.]+").match, _keys(ast.parse(file.read_text()))):
+            ((name, variable, rest),) = re.findall(r"^([^{]+)(?:{(?:.*\.)?(\w+)})?(.*)$",
+                                                   key.removesuffix("/{stage}"))
+            written |= {f"{name}{value}{rest}" for value in values[variable]} if variable else {name}
+    table = (ROOT / "docs" / "metrics.md").read_text().partition("\n\nThe console")[0]
+    named = {name for row in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)
+             for name in re.findall(r"`([a-z]+/\w+)`", row)}
+    assert len(written) > 40 and named == written
+
+
+def _keys(tree: ast.AST) -> Iterator[str]:
+    """Keys of dictionaries, and of what is put into one: `perf/{counted}_per_s` of an f-string."""
+    for node in ast.walk(tree):
+        keys = (node.keys if isinstance(node, ast.Dict) else [node.key] if isinstance(node, ast.DictComp) else
+                [node.slice] if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store) else [])
+        for key in keys:
+            if isinstance(key, ast.JoinedStr):
+                yield "".join(f"{{{ast.unparse(part.value)}}}" if isinstance(part, ast.FormattedValue) else
+                              str(ast.literal_eval(part)) for part in key.values)
+            elif isinstance(key, ast.Constant):
+                yield str(key.value)
 
 
 def test_other_frameworks_keys():

@@ -1,6 +1,6 @@
 """GPT-J's block: attention and MLP side by side, of one norm. x + attention(norm(x)) + mlp(norm(x)).
 
-    threed train configs/toy.yaml model.family=tests/families/parallel_block.py:PARALLEL
+    threed train configs/toy.yaml model.family=parallel_block.py:PARALLEL
 """
 
 from __future__ import annotations

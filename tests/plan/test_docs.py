@@ -184,6 +184,16 @@ def _text(node: ast.AST) -> str:
     return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else "…"
 
 
+def test_named_sizes():
+    """The guide about training has every size of `model.name`: whole, or its end behind a comma, or between
+    two others."""
+    (text,) = re.findall(r"^`model.name` is(.*?)^$", (ROOT / "docs" / "training.md").read_text(),
+                         re.DOTALL | re.MULTILINE)
+    for name in (name for family in FAMILIES.values() for name in family.sizes):
+        start, _, end = name.rpartition("-")
+        assert re.search(rf"\b{name}\b|\b{start}\b[^;]*-{end}\b|{start}-\S+ to\s+{start}-", text), name
+
+
 def test_metrics():
     """The first table of docs/metrics.md has the metrics that the code writes, and no others."""
     values = {"counted": ("tokens", "samples"), "cause": CAUSES, "part": PARTS, "axis": (*AXES, *FOLDS),

@@ -66,7 +66,7 @@ def test_one_colour_a_kind(toy):
     """A kind of bytes has the same name and colour in the bars of peaks and in the curves of memory."""
     bars = {trace.name: trace.marker.color for trace in figures.peaks(toy).data}
     curves = {trace.name: trace.fillcolor for trace in figures.memory(toy).data if trace.name != "peak"}
-    assert set(bars) <= set(curves) and "saved for backward" in bars
+    assert set(bars) <= set(curves) and "saved for the backward" in bars
     assert {name: curves[name] for name in bars} == bars and len(set(bars.values())) == len(bars)
 
 

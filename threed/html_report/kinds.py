@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from threed.program.table import Table
 
-_SLOTS = {"act": "outputs", "grad": "gradients of outputs", "saved": "saved for backward",
-          "kept": "inputs kept for recomputation", "kpart": "parts of kept inputs",
-          "actpart": "parts of outputs", "gradpart": "parts of gradients of outputs",
-          "operands": "operands of weight gradients", "logits": "logits"}
-_EXPERTS = {"picks": "choices of experts", "counts": "counts of rows to send",
-            "arriving": "counts of rows to come", "routed": "rows to experts", "arrived": "rows at experts",
-            "answers": "answers of experts", "returned": "answers returned"}
+_SLOTS = {"act": "output", "grad": "gradient of the output", "saved": "saved for the backward",
+          "kept": "input, kept for recomputation", "kpart": "part of the kept input",
+          "actpart": "part of the output", "gradpart": "part of the output's gradient",
+          "operands": "operands of weight gradients", "logits": "logits of the last token"}
+_EXPERTS = {"picks": "choices of experts", "counts": "numbers of tokens for experts",
+            "arriving": "numbers of tokens to come", "routed": "tokens sent to experts",
+            "arrived": "tokens at their experts", "answers": "answers of experts",
+            "returned": "answers back at their tokens"}
 
 
 def kind_name(kind: str, table: Table) -> str:
@@ -19,4 +20,4 @@ def kind_name(kind: str, table: Table) -> str:
     if tensor is None:
         return _SLOTS[kind]
     name = _EXPERTS.get(tensor, f"'{tensor}', handed on")
-    return name if kind == tensor else f"gradients of {name}"
+    return name if kind == tensor else f"gradient of {name}"

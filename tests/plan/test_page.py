@@ -164,11 +164,13 @@ def test_memory(toy):
     for position, peak in enumerate(peaks):
         axis = f"x{position + 1 if position else ''}"
         curves = [trace for trace in figure.data if trace.xaxis == axis and trace.stackgroup]
+        assert min(min(trace.y) for trace in curves) >= 0
         total = numpy.sum([trace.y for trace in curves], axis=0) * unit.size
         assert total.max() == pytest.approx(peak) and (numpy.diff(curves[0].x) >= 0).all()
         (mark,) = (trace for trace in figure.data if trace.xaxis == axis and trace.name == "peak")
         at = list(curves[0].x).index(mark.x[0])
         assert max(total[at:][numpy.array(curves[0].x)[at:] == mark.x[0]]) == pytest.approx(peak)
+    assert min(min(trace.y) for trace in figures.peaks(toy).data) >= 0
     bars = numpy.sum([trace.y for trace in figures.peaks(toy).data], axis=0) * unit.size
     assert list(bars) == pytest.approx(peaks)
     assert max(point["device"] for point in toy.values["stages"][0]["memory"]) == peaks[0]

@@ -91,18 +91,21 @@ class Content:
 
     def kinds(self, position: int) -> tuple[dict[str, int], dict[str, list[int]]]:
         """Bytes on the device of a rank: what it holds all the time, and by kind what it keeps for a while,
-        [index of an instruction]. Temporaries are below 0 where an instruction frees what its slots count
-        until its end."""
+        [index of an instruction]. Where an instruction frees, before its end, more of its slots than it has
+        temporaries, the largest kind is as much smaller."""
         row, by_kind = self.values["stages"][position], self.priced.analysis.memory(position).by_kind
         fixed = {name: row[f"{key}_bytes"] for name, key in (("parameters", "parameter"),
                  ("gradients", "gradient"), ("optimizer state", "optimizer"), ("buffers", "buffer"))}
         fixed["process and libraries" if self.machine.waits else "CUDA and NCCL"] = sum(
             row["peak"][f"{part}_bytes"] for part in ("context", "communicator"))
         table = self.plan.table
-        moving = {kind_name(kind, table): by_kind[kind] for kind in activations(table) if kind in by_kind}
-        moving[TEMPORARIES] = [self.temporaries(item) if item.op in COMPUTE else 0
-                               for item in self.plan.programs["train"][position]]
-        return fixed, moving
+        moving = {kind_name(kind, table): [*by_kind[kind]] for kind in activations(table) if kind in by_kind}
+        beside = [self.temporaries(item) if item.op in COMPUTE else 0
+                  for item in self.plan.programs["train"][position]]
+        for at, size in enumerate(beside):
+            if size < 0:
+                max(moving.values(), key=lambda sizes: sizes[at])[at] += size
+        return fixed, {**moving, TEMPORARIES: [max(0, size) for size in beside]}
 
     @cached_property
     def colors(self) -> dict[str, str]:

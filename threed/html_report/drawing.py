@@ -11,7 +11,7 @@ FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, s
 INK, FAINT, LINE = "#24292f", "#6e7781", "#e6e8eb"
 CLEAR = "rgba(0,0,0,0)"  # the page's ground shows through: it is light or dark, as the reader's system is
 NARROWEST = 900  # pixels of a figure: on a narrow screen it is scrolled, so that its texts do not touch
-_LEGEND_ROW, _LEGEND_KEY, _LETTER = 19, 46, 6.6  # pixels: a row, what stands before a name, a letter of it
+_LEGEND_ROW, _LEGEND_KEY, _LETTER = 19, 46, 6.2  # pixels: a row, what stands before a name, a letter of it
 PREDICTED, MEASURED = "#9aa5b1", "#4c78a8"
 # plotly's own bar of buttons has one that sends a figure to its cloud: a page keeps what it shows.
 CONFIG = {"displaylogo": False, "responsive": True, "scrollZoom": False, "showSendToCloud": False,

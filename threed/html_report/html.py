@@ -123,7 +123,8 @@ def _sections(content: Content) -> list[Section]:
          (figures.causes,)),
         ("memory", "Memory",
          "Predicted bytes on the device of a rank: what it holds all the time, what comes and goes, "
-         "temporaries inside an operation, and on a GPU what CUDA and NCCL take; the triangle marks the peak.", (figures.peaks, figures.memory)),
+         "temporaries inside an operation, on a GPU what CUDA and NCCL take; the triangle marks the peak.",
+         (figures.peaks, figures.memory)),
         ("bytes", "Bytes on each axis and link",
          "What a rank of each position sends in a step over each axis of the mesh, and moves between device, "
          "host and disk. Each panel has a scale of its own.", (figures.traffic,)),

@@ -85,7 +85,8 @@ def test_kinds_have_colours_apart(name):
     page = content(threed.load(path, overrides))
     drawn = {trace.name: trace.fillcolor for trace in figures.memory(page).data if trace.name != "peak"}
     assert drawn == {name: page.colors[name] for name in drawn} and len(drawn) > 8
-    assert not drawn.keys() & {*activations(page.plan.table)}
+    kinds = activations(page.plan.table)
+    assert not drawn.keys() & {*kinds} and len(page.colors) == len(colors.FIXED) + len(kinds) + 1
     _assert_apart([*drawn.values(), *colors.GROUNDS], 0.06)
 
 

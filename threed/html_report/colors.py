@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from threed.html_report.kinds import kind_name
 from threed.monitor.attribute import CAUSES, WAITS
+from threed.program.in_words import slot_words
 from threed.program.instruction import Op
 from threed.program.summary import activations
 from threed.program.table import Table
@@ -28,9 +28,9 @@ OTHER = COLORS[Op.OFFLOAD]
 def of_kinds(table: Table) -> dict[str, str]:
     """The colour of each kind of bytes by its name, the same in all figures and at all positions, in the
     order in which they are drawn. Which tensors units hand on, a family decides."""
-    named = {kind_name(kind, table): color for kind, color in _SLOTS.items()}
+    named = {slot_words(kind, table): color for kind, color in _SLOTS.items()}
     colors = spread({**FIXED, **named, TEMPORARIES: "#b4b42d"},
-                    [kind_name(kind, table) for kind in activations(table)])
+                    [slot_words(kind, table) for kind in activations(table)])
     return {**{name: color for name, color in colors.items() if name != TEMPORARIES},
             TEMPORARIES: colors[TEMPORARIES]}
 

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 from threed.base.errors import InputError
 from threed.base.mesh import Mesh
 from threed.html_report.colors import TEMPORARIES, of_kinds
-from threed.html_report.kinds import kind_name
 from threed.monitor.attribute import CAUSES, OF_FOLDS
 from threed.monitor.compare import attribute_walk, typical_step
 from threed.monitor.run import Run
@@ -28,6 +27,7 @@ from threed.prediction.peak import Temporaries, temporaries_of
 from threed.prediction.predict import document
 from threed.program.costs import FILE as COSTS
 from threed.program.costs import device_of
+from threed.program.in_words import slot_words
 from threed.program.instruction import COMPUTE, Instruction
 from threed.program.plan import Plan
 from threed.program.summary import activations
@@ -99,7 +99,7 @@ class Content:
         fixed["process and libraries" if self.machine.waits else "CUDA and NCCL"] = sum(
             row["peak"][f"{part}_bytes"] for part in ("context", "communicator"))
         table = self.plan.table
-        moving = {kind_name(kind, table): [*by_kind[kind]] for kind in activations(table) if kind in by_kind}
+        moving = {slot_words(kind, table): [*by_kind[kind]] for kind in activations(table) if kind in by_kind}
         beside = [self.temporaries(item) if item.op in COMPUTE else 0
                   for item in self.plan.programs["train"][position]]
         for at, size in enumerate(beside):

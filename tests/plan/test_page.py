@@ -60,6 +60,8 @@ def test_light_dark_and_narrow(text):
     assert re.search(r'annotation-text\[style\*="rgb\(36, 41, 47\)"\]', own)  # INK, as the browser writes it
     assert '"paper_bgcolor":"rgba(0,0,0,0)"' in own and '"plot_bgcolor":"#fff"' not in own
     assert own.count('<div class="figure">') == 7 and ".figure { overflow-x: auto;" in own
+    # plotly's buttons lie above a figure, where its legend is not
+    assert "padding-top: 24px" in own and ".modebar-container { top: -24px !important; }" in own
 
 
 def test_one_colour_a_kind(toy):

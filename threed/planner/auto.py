@@ -18,6 +18,7 @@ from threed.program.plan import Plan
 from threed.program.summary import stages
 from threed.program.table import Table
 from threed.schedules.auto import search
+from threed.schedules.complete import check_order
 from threed.schedules.file import read_order
 from threed.schedules.orders import SCHEDULES, line
 from threed.schedules.timed import StageTimes, play
@@ -28,10 +29,18 @@ def make_pipeline(config: Config) -> Pipeline:
     """The order that a config asks for. `auto` and `file:` depend on more than the config, so one rank calls
     this and sends the result to all others."""
     parallel, m = config.parallel, config.num_microbatches
-    if parallel.schedule.startswith("file:"):
-        return Pipeline(*read_order(Path(parallel.schedule.removeprefix("file:")), parallel.pp))
     if parallel.schedule == "auto":
         return _search(config)
+    pipeline = _given(config)
+    check_order(parallel.schedule, *pipeline, parallel.pp, m)
+    return pipeline
+
+
+def _given(config: Config) -> Pipeline:
+    """The order of a schedule's function, or of a file."""
+    parallel, m = config.parallel, config.num_microbatches
+    if parallel.schedule.startswith("file:"):
+        return Pipeline(*read_order(Path(parallel.schedule.removeprefix("file:")), parallel.pp))
     schedule = SCHEDULES[parallel.schedule]
     if m < schedule.least(parallel.pp):
         raise InputError(f"parallel.schedule={parallel.schedule} needs {schedule.least(parallel.pp)} "

@@ -21,6 +21,7 @@ from threed.program.table import Table
 from threed.program.walk import Mode, Walk, walk
 from threed.schedules.auto import search
 from threed.schedules.bound import Bound
+from threed.schedules.complete import check_order
 from threed.schedules.file import read_order
 from threed.schedules.orders import SCHEDULES, Order
 from threed.schedules.timed import StageTimes
@@ -88,6 +89,7 @@ def predict_bare(schedule: str, p: int, m: int, times: dict[str, float], virtual
         raise InputError(f"--seconds {seconds:g}: only --schedule auto searches, and this is {schedule}")
     else:
         name, v, place, order, bound = choose(schedule, p, m, virtual)
+        check_order(name, order, place, p, m)
     programs, table = bare_programs(order, place, m)
     # Tests check the named schedules; a check here would make a large prediction three times as slow.
     if name not in SCHEDULES:

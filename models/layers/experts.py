@@ -57,17 +57,19 @@ class ExpertsConfig(ModelConfig):
                          "so many-th", least=1)
     first_dense: int = key(0, "first blocks without experts", least=0)
     moe_room: float = key(2.0, "rows for which memory is planned on a rank, times those of balanced "
-                          "experts", least=1)
+                          "experts", least=1, free=True)
     moe_capacity: float | None = key(None, "most tokens of an expert in a sequence, over those of balanced "
                                            "experts; the others are dropped in training. null: no limit",
-                                     above=0)
+                                     above=0, free=True)
     moe_route: str = key("learned", "the choice of experts", choices={
-        "learned": "", "balanced": "each expert gets equally many rows, whatever the scores: for benchmarks"})
+        "learned": "", "balanced": "each expert gets equally many rows, whatever the scores: for "
+                                   "benchmarks"}, free=True)
     balance: str = key("none", "what keeps experts balanced", choices={
         "none": "", "bias": "of the choice, which moves by optimizer.balance_rate a step",
         "sequence": "an auxiliary loss, of each sequence by itself"})
-    balance_weight: float = key(1e-3, "of the auxiliary loss", least=0)
-    z_loss: float = key(0.0, "weight of the mean squared log of the router's sum of exponentials", least=0)
+    balance_weight: float = key(1e-3, "of the auxiliary loss", least=0, free=True)
+    z_loss: float = key(0.0, "weight of the mean squared log of the router's sum of exponentials", least=0,
+                        free=True)
 
     @property
     def capacity(self) -> int:

@@ -31,10 +31,10 @@ from threed.base.mesh import AXES
 from threed.base.quantity import whole_number
 from threed.base.shipped import find_file
 from threed.base.template import Template
+from threed.config.named import joined, named_model
 from threed.config.unknown import UnknownKey, unknown
 from threed.config.validate import validate
 from threed.config.values import PATHS, check_values, expand, get
-from threed.models.families.registry import FAMILIES, family_of, nearest_size, size_of, sizes
 from threed.schema import Config, ModelConfig, keys_of
 
 _KINDS = {"converted to Float": "a number", "converted to Integer": "a whole number",  # ends of reasons
@@ -56,7 +56,7 @@ def load(path: str | Path | None, overrides: list[str] | None = None,
     check_type("world_size", world_size, (int, None), "the number of ranks")
     values, others = given(path, overrides)
     with _led_to_convert(path, values):
-        return of_values({**values, **others}, str(path) if path is not None else "the config", world_size)
+        return of_values(joined(values, others), str(path) if path is not None else "the config", world_size)
 
 
 @contextmanager
@@ -99,7 +99,7 @@ def for_devices(path: str | Path, overrides: list[str] | None, devices: int | No
         return load(path, overrides, devices)
     values, others = given(path, overrides)
     with _led_to_convert(path, values):
-        config = uncombined({**values, **others}, str(path))  # what else is wrong comes first
+        config = uncombined(joined(values, others), str(path))  # what else is wrong comes first
     least = math.prod(getattr(config.parallel, axis) for axis in AXES if axis != "dp")
     if devices is not None and devices % least:
         near = sorted({max(1, devices // least) * least, -(-devices // least) * least})
@@ -263,40 +263,13 @@ def known_keys(config: Config | None = None) -> list[str]:
     return list(keys_of(type(config.model) if config else ModelConfig))
 
 
-def _family(given: dict[str, Any]) -> tuple[ModelConfig, dict[str, Any], list[Problem]]:
-    """The defaults of the model's family, values of the size that `model.name` names, and what is wrong with
-    the two."""
-    problems, known = [], sizes()
-    size, name = str(given.get("model.name", "custom")), str(given.get("model.family", ""))
-    try:
-        family = family_of(name or known.get(size, "gpt"))
-    except InputError as error:
-        problems.append(Problem("model.family", str(error)))
-        family = FAMILIES["gpt"]
-    if size in family.sizes:
-        return family.config(family=name or known[size]), dict(family.sizes[size]), problems
-    if size in known and not problems:
-        problems.append(Problem.of("model.name", f"={size} is a size of model.family={known[size]}, not of "
-                                   f"{name}; leave one of them out"))
-    elif size != "custom" and size not in known:
-        near, why = nearest_size(size)
-        because = f" ({why})" if why else ""
-        imported = ", or take threed import for a model of Hugging Face" * ("/" in size)
-        problems.append(Problem.of("model.name", f"={size}: no such size{because}; did you mean {near}? "
-                                   f"There are {', '.join(known)}; leave it out to give the sizes "
-                                   f"yourself{imported}"))
-    return family.config(family=name or "gpt"), {}, problems
-
-
 def _build(given: dict[str, Any]) -> tuple[Config, list[Problem]]:
     given, problems = expand(given)
-    named = size_of(str(given.get("model.name", "custom")))
-    given = {**given, **({"model.name": named} if named is not None else {})}
-    model, size, wrong = _family(given)
+    model, size, wrong = named_model(given)
     problems += wrong
     defaults, told = Config(model=model), keys_of(type(model))
     hints = _hints(type(model))
-    given = {**{f"model.{key}": value for key, value in size.items()}, **given}
+    given = {**size, **given, **({"model.name": size["model.name"]} if size else {})}
     schema = _schema(type(model)).copy()
     schema.model.family = model.family
     for key, value in given.items():
@@ -331,6 +304,8 @@ def _reason(error: OmegaConfBaseException, key: str, value: Any, defaults: Confi
     reason = str(error).splitlines()[0]
     kind = next((word for name, word in _KINDS.items() if reason.endswith(name)), None)
     kind = _list_of(key, defaults) if kind == "a list" else kind
+    if reason.endswith("is not Optional"):
+        return "must have a value; leave the key out for its default"
     if isinstance(value, list) and "to string" in reason:
         kind = "one text, not a list" + "; data.mix takes several sources" * (key == "data.source")
     return f"must be {kind}" if kind else f"{reason[0].lower()}{reason[1:]}"

@@ -28,7 +28,7 @@ def check_data(config: Config) -> Iterator[Problem]:
             yield Problem.of("data.mix", f"[{index}]: {error}")
     if data.mix is not None and (not data.mix or data.source != DataConfig().source):
         yield Problem.of("data.mix", f"={list(data.mix)}, data.source={data.source}: one of them names the "
-                         "data")
+                         "data; leave the other out")
     if data.prepend_bos and data.tokenizer == "bpe":
         yield Problem.of("data.prepend_bos", "=true needs a tokenizer.json in data.tokenizer: bpe has no <s>")
     if data.loss_mask != "none" and data.text_key != DataConfig().text_key:

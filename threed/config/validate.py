@@ -13,6 +13,7 @@ from threed.base.errors import InputError, Problem
 from threed.base.mesh import axes_of
 from threed.base.quantity import parse_bytes
 from threed.config.contract import Cell, refusal
+from threed.config.named import unlike
 from threed.config.own_layers import unused
 from threed.config.stages import check_folds, check_pair, check_parallel, check_stages
 from threed.config.suits import check_data, check_monitor
@@ -287,7 +288,7 @@ def _check_schedule(config: Config) -> Iterator[Problem]:
 
 def warnings(config: Config) -> list[str]:
     """Settings that can run, but that a person may not have meant."""
-    lines = []
+    lines = [*filter(None, [unlike(config)])]
     optimizer, steps = config.optimizer, config.train.steps
     if config.data.loss_mask != "none" and config.data.packing == "stream":
         lines.append(f"data.loss_mask={config.data.loss_mask} with data.packing=stream: windows cut "
@@ -299,6 +300,10 @@ def warnings(config: Config) -> list[str]:
     if optimizer.warmup_steps > steps:
         lines.append(f"optimizer.warmup_steps={optimizer.warmup_steps} is longer than train.steps={steps}: "
                      "the learning rate never reaches optimizer.lr")
+    for key, schedules in (("wsd_decay_steps", ("wsd",)), ("decay_steps", ("linear", "cosine", "wsd"))):
+        if (value := getattr(optimizer, key)) is not None and optimizer.schedule not in schedules:
+            lines.append(f"optimizer.{key}={value} does nothing here: "
+                         f"optimizer.schedule={optimizer.schedule}")
     if config.num_microbatches < config.num_stages and config.parallel.pp > 1:
         lines.append(f"{config.num_microbatches} micro-batches for {config.num_stages} pipeline stages: most "
                      "of the step is bubble; raise train.global_batch_size or lower train.micro_batch_size")

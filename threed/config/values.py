@@ -25,7 +25,8 @@ def check_values(config: Config) -> list[Problem]:
 @lru_cache(8)
 def _bounded(model: type[ModelConfig]) -> list[tuple[str, KeySpec]]:
     """The keys that may not have every value of their type."""
-    return [(key, spec) for key, spec in keys_of(model).items() if spec != KeySpec(spec.doc, path=spec.path)]
+    return [(key, spec) for key, spec in keys_of(model).items()
+            if spec != KeySpec(spec.doc, path=spec.path, free=spec.free)]
 
 
 def expand(values: dict[str, Any]) -> tuple[dict[str, Any], list[Problem]]:

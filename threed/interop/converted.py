@@ -15,6 +15,7 @@ from threed.config import load as configs
 from threed.config.keys.deepspeed import CLIPS_SINCE
 from threed.config.keys.megatron import MEGATRON
 from threed.config.keys.table import Dropped, Framework, Key, Refused
+from threed.config.named import joined
 from threed.config.values import get
 from threed.interop.script import TYPED
 from threed.interop.shell.opaque import is_open
@@ -88,7 +89,7 @@ def convert(framework: Framework, found: dict[str, Any], source: str, overrides:
         _take_default(done, name, framework.row(name), value, given)
     if given["dp"] is not None:
         done.values.setdefault("parallel.dp", given["dp"])
-    done.values |= chosen
+    done.values = joined(done.values, chosen)
     done.why = {key: text for key, text in done.why.items() if key not in chosen}
     if devices is None and "parallel.dp" not in chosen:
         _check_ranks(done.values, origin.get("parallel.ep", "parallel.ep"), source)

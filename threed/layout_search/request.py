@@ -10,6 +10,7 @@ import yaml
 
 from threed.base.errors import InputError
 from threed.config.load import given, of_values, uncombined
+from threed.config.named import joined
 from threed.config.validate import validate
 from threed.config.values import get
 from threed.layout_search.layout import KEYS, Layout, changes, config_of
@@ -71,7 +72,7 @@ def ask(path: str | Path, overrides: list[str] | None = None, rounding: bool = F
     kept = {key: value for key, value in others.items() if key in _USED_BY}
     implied = _implied(kept, others)
     fixed = {**implied, **{key: value for key, value in others.items() if key in layout}}
-    values = {key: value for key, value in {**file, **others}.items()
+    values = {key: value for key, value in joined(file, others).items()
               if key not in layout and key not in _USED_BY and key not in _OF_ONE}
     used = {key: values.pop(key) for key in _WHERE_USED if key in values}
     where = str(path)

@@ -54,7 +54,7 @@ def _misplaced(task: Any, position: int, place: Sequence[int], m: int) -> Iterat
 
 def _miscounted(tasks: Sequence[tuple[str, int, int]], position: int, place: Sequence[int],
                 m: int) -> Iterator[str]:
-    count = Counter[tuple[str, int, int]](tuple(task) for task in tasks)
+    count = Counter(tasks)
     for (kind, stage, k), times in count.items():
         if times > 1:
             yield f"{_named(kind, k, stage, position)}: it is there {times} times"

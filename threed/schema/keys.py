@@ -35,6 +35,7 @@ class KeySpec:
     least, above, below: bounds of a number, which must be finite then; `above` and `below` are no values.
     check: yields what else is wrong with a value, as `wrong` does.
     path: expands `~` and `$NAME` in a value (`base.paths`).
+    free: of the model: how it is trained or computed, and nothing that a named size says.
     """
 
     doc: str = ""
@@ -45,6 +46,7 @@ class KeySpec:
     below: float | None = None
     check: Callable[[Any], Iterator[str]] | None = None
     path: Callable[[Any], Any] | None = None
+    free: bool = False
 
     @property
     def text(self) -> str:

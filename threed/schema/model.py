@@ -26,8 +26,8 @@ class ModelConfig:
 
     family: str = key("gpt", "gpt | llama, or one of your own: package.module:name or file.py:name",
                       path=of_family)
-    name: str = key("custom", "custom, or a size: gpt2-small, llama3.1-8b ...; other keys of the section "
-                    "win over it")
+    name: str = key("custom", "custom, or a size: gpt2-small, llama3.1-8b ...; keys beside it win over it, "
+                    "but on the command line it wins over the file's")
     layers: int = key(8, "transformer blocks", least=1)
     hidden: int = key(128, "width of the residual stream", least=1)
     heads: int = key(8, "attention heads", least=1)
@@ -37,7 +37,7 @@ class ModelConfig:
                                  least=1)
     vocab: int = key(1024, "tokens of the tokenizer", least=2)
     vocab_multiple: int = key(128, "the vocabulary is padded to a multiple of this; padded logits are "
-                              "masked", least=1)
+                              "masked", least=1, free=True)
     seq_len: int = key(128, "tokens of a sequence", least=1)
     position: str = key("rotary", choices={
         "rotary": "turns halves of a head, as GPT-NeoX, not pairs, as GPT-J", "learned": ""})
@@ -52,27 +52,29 @@ class ModelConfig:
     qkv_bias: bool | None = key(None, "biases of queries, keys and values; null: what bias is")
     qk_norm: bool = key(False, "an RMS norm of each head's queries, and one of its keys, before rotary "
                         "positions")
-    dropout: float = key(0.0, "after the embedding and on each residual branch", least=0, below=1)
+    dropout: float = key(0.0, "after the embedding and on each residual branch", least=0, below=1,
+                         free=True)
     attention_dropout: float = key(0.0, "on attention weights; above 0 attention runs unfused", least=0,
-                                   below=1)
-    init_std: float = key(0.02, "standard deviation of initial weights", least=0)
+                                   below=1, free=True)
+    init_std: float = key(0.02, "standard deviation of initial weights", least=0, free=True)
     tie_embeddings: bool = key(True, "the head's output matrix is the word embedding")
     fused: str = key(
         "auto", "SwiGLU, rotary positions, dropout, RMS norm and the loss keep less for backward",
         choices={"off": "", "auto": "compiled on a GPU that has a compiler; off where run.device=cpu",
-                 "on": "always compiled"})
+                 "on": "always compiled"}, free=True)
     loss_chunk: int | None = key(None, "tokens whose logits are in fp32 at a time; null: all of a "
-                                 "micro-batch", least=1)
+                                 "micro-batch", least=1, free=True)
     tile_linears: str | None = key(
         None, "most bytes of linear layers that a unit gathers, such as 64MiB: larger ones become tiles",
-        check=_tile_linears)
+        check=_tile_linears, free=True)
     lora_rank: int | None = key(None, "LoRA: all weights are frozen, and adapters of this rank are "
-                                "trained; null: off", least=1)
+                                "trained; null: off", least=1, free=True)
     lora_alpha: float | None = key(
-        None, "what adapters add is multiplied by lora_alpha / lora_rank; null: lora_rank", above=0)
+        None, "what adapters add is multiplied by lora_alpha / lora_rank; null: lora_rank", above=0,
+        free=True)
     lora_targets: list[str] | None = key(
         None, "linears with adapters, by PEFT's names: q_proj, k_proj, v_proj, qkv_proj (one for all three, "
-        "as GPT-2's c_attn), o_proj, gate_proj, up_proj, down_proj; null: q_proj, v_proj")
+        "as GPT-2's c_attn), o_proj, gate_proj, up_proj, down_proj; null: q_proj, v_proj", free=True)
 
     own_layers = False  # whether the layers are user modules, and the data samples of their own
 

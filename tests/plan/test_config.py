@@ -317,7 +317,7 @@ def test_registry_name_with_override(tmp_path):
     path.write_text("model: {name: gpt2-small, layers: 3}\n")
     model = load(path, ["model.seq_len=64"]).model
     assert (model.layers, model.seq_len, model.hidden, model.position) == (3, 64, 768, "learned")
-    assert load(path, ["model.name=llama3-8b"]).model.layers == 3, "given in the file: it wins over any name"
+    assert load(path, ["model.name=llama3-8b"]).model.layers == 32, "the later word: see test_named"
     problem = one("model.name=gpt2-smal")
     assert "no such size; did you mean gpt2-small?" in problem
     for name in sizes():

@@ -86,9 +86,9 @@ def convert(source: DsConfig = None, overrides: Overrides = None, megatron: Opti
 
 def init(path: NewFile = Path("config.yaml"), model: Size = None, devices: Devices = None,
          memory: Memory = None, data: Data = None, yes: Yes = False, pp: Positions = None) -> None:
-    """Write a first config, with comments. Asks for what is not given. The mildest ZeRO stage, recomputation
-    and tensor parallelism (then a pipeline) that fit are chosen by the plan's memory; --pp asks for a
-    pipeline. `threed check FILE --advise` and `threed search` compare others.
+    """Write a first config, with comments. Asks for what is not given. The mildest ZeRO stage, recomputation,
+    tensor parallelism, pipeline and, last, offload to the host that fit are chosen by the plan's memory;
+    --pp asks for a pipeline. `threed check FILE --advise` and `threed search` compare others.
     """
     from threed.base.quantity import parse_memory, show_count
     from threed.interop import init as first
@@ -195,20 +195,24 @@ def _parameters(name: str) -> int:
 
 
 def _fits(values: dict[str, Any], limit_bytes: int) -> bool:
-    """Whether what a rank needs fits into a device, by the plan; False where a config cannot run. A rank
-    holds as much during twice as many micro-batches as positions as during more, which take longer to
-    plan."""
+    """Whether what a rank needs fits into a device, and of several into a host, by the plan; False where a
+    config cannot run. A rank holds as much during twice as many micro-batches as positions as during more,
+    which take longer to plan."""
     from threed.config.load import of_values
     from threed.planner.from_config import analysed
     from threed.prediction.hardware import Hardware
     from threed.prediction.peak import peaks, too_much
+    from threed.program.summary import stages
 
     micro_batches = 2 * values.get("parallel.pp", 1)
     short = {**values, "train.global_batch_size": micro_batches * values["parallel.dp"]}
     machine = Hardware.parse("")
     try:
-        of_values(dict(values), "the config")
-        held = peaks(analysed(of_values(short, "the config")), machine)
+        ranks = min(machine.devices, of_values(dict(values), "the config").world_size)
+        analysis = analysed(of_values(short, "the config"))
     except (ConfigError, PlanError):
         return False
-    return too_much(held, machine, limit_bytes) is None
+    rows = stages(analysis)
+    if ranks * max(row.host_bytes for row in rows) > machine.host_memory_gb * 1e9:
+        return False
+    return too_much(peaks(analysis, machine, rows=rows), machine, limit_bytes) is None

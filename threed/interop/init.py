@@ -20,6 +20,12 @@ _SCALES = ((5e8, 2**19, 6e-4), (5e9, 2**20, 2e-4), (4e10, 2**21, 1.5e-4),
            (float("inf"), 2**21 * 3 // 2, 6e-5))
 _POSITIONS = (4, 2)  # of a pipeline
 _JOINED = 8  # devices that a fast link joins
+# What is made milder again once a way fits, in this order: its values, the mildest and default first.
+_MILDER: dict[str, tuple[Any, ...]] = {
+    "offload.parameters": ("none",), "offload.optimizer": ("none",),
+    "activation.policy": ("none", "selective"), "zero.stage": (1, 2), "parallel.tp": (1, 2, 4),
+    "parallel.pp": (1, 2)}
+_WITH = {"parallel.sequence_parallel": "parallel.tp", "parallel.schedule": "parallel.pp"}  # without it unused
 
 
 def names() -> list[str]:
@@ -33,23 +39,39 @@ def settings(devices: int, model: ModelConfig, pp: int | None = None) -> Iterato
         pipeline = {"parallel.pp": pp, "parallel.schedule": "1f1b"}
         yield from ({**setting, **pipeline} for setting in settings(devices // pp, model, 1))
         return
-    full, all_sharded = {"activation.policy": "full"}, {"zero.stage": 3}
+    full, least = {"activation.policy": "full"}, {"zero.stage": 3, "activation.policy": "full"}
     yield {}
     if devices > 1:
         yield {"zero.stage": 2}
     yield full
-    if devices == 1:
-        return
-    yield {**all_sharded, **full}
+    if devices > 1:
+        yield least
     tp = next((tp for tp in (_JOINED, 4, 2) if devices % tp == 0 and model.heads % tp == 0
                and model.num_kv_heads % tp == 0), 1)
     if tp > 1:
-        joined = {**full, "parallel.tp": tp, "parallel.sequence_parallel": True}
+        joined = {"parallel.tp": tp, "parallel.sequence_parallel": True}
         pp = next((pp for pp in _POSITIONS if pp * tp <= devices and devices % (tp * pp) == 0
                    and model.layers % pp == 0), None) if pp is None else None
         if pp is not None:
-            yield {**joined, "parallel.pp": pp, "parallel.schedule": "1f1b"}
-        yield {**all_sharded, **full, "parallel.tp": tp, "parallel.sequence_parallel": True}
+            yield {**full, **joined, "parallel.pp": pp, "parallel.schedule": "1f1b"}
+        least |= joined
+        yield least
+    yield {**least, "offload.optimizer": "cpu"}
+    yield {**least, "offload.optimizer": "cpu", "offload.parameters": "cpu"}
+
+
+def milder(setting: dict[str, Any], pp: int | None = None) -> Iterator[dict[str, Any]]:
+    """Settings that take less time, and more memory, than one: each differs in one thing, first in what costs
+    most. `pp`: as in `settings`."""
+    for key, values in _MILDER.items():
+        if key in setting and not (key == "parallel.pp" and pp is not None):
+            for value in values:
+                if value == setting[key]:
+                    break
+                other = {**setting, key: value}
+                unused = {each for each, needs in _WITH.items() if other.get(needs) == _MILDER[needs][0]}
+                yield {name: value for name, value in other.items() if name not in unused
+                       and value != _MILDER.get(name, (None,))[0]}
 
 
 def choose(name: str, devices: int, limit_bytes: int, fits: Callable[[dict[str, Any], int], bool],
@@ -57,30 +79,47 @@ def choose(name: str, devices: int, limit_bytes: int, fits: Callable[[dict[str, 
     """The values of a config, as few and as fast as fit in a device's memory. `fits(values, bytes)` asks the
     plan. `pp`: as in `settings`. InputError where nothing fits."""
     model = model_of(name)
-    fast = name != TOY
-    _, tokens_a_step, lr = next(scale for scale in _SCALES if num_parameters <= scale[0])
     if pp is not None and (devices % pp or pp > model.layers):
         raise InputError(f"--pp {pp}: must divide --devices {devices}, and be at most the {model.layers} "
                          f"layers of {name}")
-    for setting in settings(devices, model, pp):
-        tp = setting.get("parallel.tp", 1)
-        dp = devices // tp // setting.get("parallel.pp", 1)
-        ep = _together(model, dp * tp)
-        batch = dp * max(1, round((tokens_a_step if fast else 2048) / model.seq_len / dp))
-        steps = max(1, round(_PER_PARAMETER * num_parameters / batch / model.seq_len)) if fast else 100
-        values: dict[str, Any] = {
-            **({"model.name": name} if fast else {f"model.{key}": getattr(model, key) for key in _TOYS}),
-            "parallel.dp": dp, **({"parallel.ep": ep} if ep > 1 else {}), "zero.stage": 1, **setting,
-            "precision.dtype": "bf16" if fast else "fp32", "optimizer.lr": lr if fast else 3e-3,
-            "optimizer.warmup_steps": min(2000, steps // 20), "optimizer.min_lr": (lr if fast else 3e-3) / 10,
-            "train.steps": steps, "train.global_batch_size": batch, "train.micro_batch_size": 1,
-            "train.eval_every": max(1, min(1000, steps // 10)),
-            "checkpoint.every": max(1, min(1000, steps // 10))}
-        if fits(values, limit_bytes):
-            return values
-    raise InputError(f"--model {name} does not fit on {many(devices, 'device')} of {show_bytes(limit_bytes)} "
-                     "by the settings that threed init tries: give more --devices, or more --memory and then "
-                     "look at threed check CONFIG --advise (offload, pipelines)")
+
+    def first(ways: Iterator[dict[str, Any]]) -> dict[str, Any] | None:
+        return next((way for way in ways if _divides(way, devices, model)
+                     and fits(_values(name, model, devices, num_parameters, way), limit_bytes)), None)
+
+    found = first(settings(devices, model, pp))
+    if found is None:
+        raise InputError(f"--model {name} does not fit on {many(devices, 'device')} of "
+                         f"{show_bytes(limit_bytes)}, even with parameters and the optimizer on the host "
+                         "(ZeRO 3), recomputation and tensor parallelism: give more --devices or --memory")
+    while (better := first(milder(found, pp))) is not None:
+        found = better
+    return _values(name, model, devices, num_parameters, found)
+
+
+def _divides(setting: dict[str, Any], devices: int, model: ModelConfig) -> bool:
+    tp, pp = setting.get("parallel.tp", 1), setting.get("parallel.pp", 1)
+    return not (devices % (tp * pp) or model.heads % tp or model.num_kv_heads % tp)
+
+
+def _values(name: str, model: ModelConfig, devices: int, num_parameters: int,
+            setting: dict[str, Any]) -> dict[str, Any]:
+    """The values of a config with a setting."""
+    fast = name != TOY
+    _, tokens_a_step, lr = next(scale for scale in _SCALES if num_parameters <= scale[0])
+    tp = setting.get("parallel.tp", 1)
+    dp = devices // tp // setting.get("parallel.pp", 1)
+    ep = _together(model, dp * tp)
+    batch = dp * max(1, round((tokens_a_step if fast else 2048) / model.seq_len / dp))
+    steps = max(1, round(_PER_PARAMETER * num_parameters / batch / model.seq_len)) if fast else 100
+    return {
+        **({"model.name": name} if fast else {f"model.{key}": getattr(model, key) for key in _TOYS}),
+        "parallel.dp": dp, **({"parallel.ep": ep} if ep > 1 else {}), "zero.stage": 1, **setting,
+        "precision.dtype": "bf16" if fast else "fp32", "optimizer.lr": lr if fast else 3e-3,
+        "optimizer.warmup_steps": min(2000, steps // 20), "optimizer.min_lr": (lr if fast else 3e-3) / 10,
+        "train.steps": steps, "train.global_batch_size": batch, "train.micro_batch_size": 1,
+        "train.eval_every": max(1, min(1000, steps // 10)),
+        "checkpoint.every": max(1, min(1000, steps // 10))}
 
 
 def _together(model: ModelConfig, ranks: int) -> int:
@@ -115,6 +154,8 @@ _WORDS = {
     "parallel.ep": "devices that together hold all experts of a block: on one machine",
     "zero.stage": "0: replicate all; shard over dp 1: optimizer state, 2: + gradients, 3: + parameters",
     "activation.policy": "computed again in backward; none is faster, and selective in between",
+    "offload.optimizer": "Adam's moments and fp32 weights live on the host, which steps them",
+    "offload.parameters": "what ZeRO 3 leaves of them on a device waits on the host",
     "precision.dtype": "fp32 | bf16 | fp16",
     "optimizer.lr": "after warm-up; the schedule is cosine",
     "optimizer.warmup_steps": "linear from 0",

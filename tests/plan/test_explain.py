@@ -13,6 +13,7 @@ from threed.base.errors import InputError
 from threed.cli.main import app
 from threed.program.analysis import Analysis
 from threed.program.effects import effects
+from threed.program.in_words import slot_words, unit_words
 from threed.program.instruction import BACKWARDS, MESSAGES, PHASES, Op
 from threed.program.traffic import sent_by
 
@@ -94,3 +95,28 @@ def test_there_is_no_such_instruction(index):
     """An index of another program, or of none."""
     with pytest.raises(InputError, match=r"program 'train' of rank 0 has instructions 0 to \d+"):
         explain(threed.load("configs/toy.yaml"), index)
+
+
+def test_each_slot_and_parameter_unit_has_a_name_in_words():
+    """Of dense models and of experts, with every feature that brings slots of its own."""
+    parts = ["activation.policy=full", "activation.partition=true", "parallel.sequence_parallel=false"]
+    configs = [("toy", ["zero.stage=3", "zero.shard_size=1"]), ("toy", ["zero.shard_size=1", *parts]),
+               ("toy", ["parallel.schedule=zb-h1", "train.sample_every=1", "train.sample_prompts=[a]"]),
+               ("toy", ["parallel.split_messages=on", "offload.optimizer=cpu",
+                        "offload.delayed_update=true"]),
+               ("toy", ["model.lora_rank=4", "zero.stage=3", "zero.persist_below=1000"]), ("toy-moe", [])]
+    seen: dict[str, str] = {}
+    for name, overrides in configs:
+        plan = threed.plan(threed.load(f"configs/{name}.yaml", overrides))
+        table = plan.table
+        for position, item in {(position, item) for programs in plan.programs.values()
+                               for position, program in enumerate(programs) for item in program}:
+            effect = effects(item, table, position)
+            slots = (*effect.reads, *effect.writes, *effect.adds, *effect.updates, *effect.frees)
+            seen |= {slot.kind: slot_words(slot.kind, table) for slot in slots}
+        words = {unit_words(unit) for unit in table.parameters.values()}
+        assert len(words) == len(table.parameters)
+        assert not any(internal in text for text in words for internal in ("folded", "counted"))
+    assert len(seen) > 25
+    assert seen["greturned"] == "gradient of answers back at their tokens"
+    assert seen["routed"] == "tokens sent to experts"

@@ -75,5 +75,5 @@ def test_nothing_milder_fits_whatever_a_setting_saves(seed: int):
 
 
 def test_what_does_not_fit_is_said_with_what_was_tried():
-    with pytest.raises(InputError, match="does not fit on 8 devices of .*, even with parameters"):
+    with pytest.raises(InputError, match=r"does not fit on 8 devices of .*, even with parameters"):
         init.choose("llama3-70b", 8, 2**30, lambda values, limit: False, 7 * 10**10)

@@ -76,3 +76,26 @@ def test_many_units_are_folded():
     assert "u1 to u6    pp0   blocks.0 to blocks.5    uses p1 to p6" in text
     assert "u0          pp0   embedding               uses p0 p98" in text  # the tied embedding
     assert "u97         pp15  head                    uses p97 p98" in text
+
+
+def test_units_that_are_alike_in_all_blocks_are_a_line():
+    """Blocks with experts, without them in between, and tiles: never a run of others as if alike."""
+    def units(*overrides: str) -> list[str]:
+        config = load("configs/llama3-8b.yaml", ["parallel.dp=8", *overrides])
+        return [" ".join(line.split()) for line in api.show(config).splitlines() if line.startswith("u")]
+
+    assert units("model.name=mixtral-8x7b", "parallel.ep=8") == [
+        "u0 pp0 embedding uses p0",
+        "u1, u4 to u94 pp0 blocks.0 to blocks.31 uses p1, p4 to p94",
+        "u2, u5 to u95 pp0 blocks.0.experts to blocks.31.experts uses p297, p300 to p390",
+        "u3, u6 to u96 pp0 blocks.0.collect to blocks.31.collect uses no parameters",
+        "u97 pp0 head uses p97"]
+    every = units("model.name=mixtral-8x7b", "parallel.ep=8", "model.moe_every=2")
+    assert "u4, u8 to u64 pp0 blocks.1 to blocks.31 uses p4, p8 to p64" in every and len(every) == 6
+    dots = units("model.name=dots.llm1")
+    assert dots[1] == "u1 pp0 blocks.0 uses p1" and len(dots) == 7  # dense
+    assert dots[2].startswith("u2, u6 to u242 pp0 blocks.1 to blocks.61 uses p2, p6 to p242; p")
+    tiles = units("model.tile_linears=64MiB", "zero.stage=3")
+    assert tiles[0] == "u0 to u15 pp0 embedding 1/16 to embedding 16/16 uses p0 to p15" and len(tiles) == 11
+    assert tiles[1] == ("u16, u25 to u295 pp0 blocks.0.attention 1/2 to blocks.31.attention 1/2 uses p16, "
+                        "p25 to p295")

@@ -22,6 +22,7 @@ from threed.monitor.traces import RankTrace, RunTrace, read_run
 from threed.planner import analyse
 from threed.planner.from_config import CONFIG, load_config
 from threed.program.analysis import Analysis
+from threed.program.in_words import unit_words
 from threed.program.instruction import COMPUTE, Instruction, Op
 from threed.program.plan import Plan
 from threed.program.simulate import predict
@@ -68,7 +69,7 @@ def compare(run: Path) -> dict[str, Any]:
         grouped[name] = _pair(_average(predicted, over_all), _average(measured, over_all))
     table = plan.table
     names = {**{f"u{index}": unit.name for index, unit in enumerate(table.units)},
-             **{f"p{index}": f"{unit.name}, STEP" for index, unit in table.parameters.items()}}
+             **{f"p{index}": f"{unit_words(unit)}, STEP" for index, unit in table.parameters.items()}}
     grouped["units"] = {name: {"name": text, **grouped["units"][name]} for name, text in names.items()
                         if name in grouped["units"]}
     step_s = sum(max(of_rank[k].total_s for of_rank in traces) for k in range(len(chosen))) / len(chosen)

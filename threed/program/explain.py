@@ -10,6 +10,7 @@ from typing import Any
 from threed.base.quantity import show_bytes
 from threed.program.analysis import Analysis
 from threed.program.effects import effects
+from threed.program.in_words import slot_words, unit_words
 from threed.program.instruction import PARAMETER_KINDS, Instruction, Op, Slot
 from threed.program.table import Table
 from threed.program.traffic import moved_by, sent_by
@@ -55,12 +56,13 @@ def _name(item: Instruction, table: Table) -> str:
         return "the whole model"
     of_parameters = item.op in (Op.GATHER, Op.RELEASE, Op.REDUCE, Op.STEP) and not item.of_slot
     if of_parameters or item.kind in PARAMETER_KINDS:
-        return f"p{item.unit} ({table.parameters[item.unit].name})"
+        return f"p{item.unit} ({unit_words(table.parameters[item.unit])})"
     return f"u{item.unit} ({table.units[item.unit].name})"
 
 
 def _slot(slot: Slot, table: Table) -> dict[str, Any]:
-    return {"slot": str(slot), "tier": str(slot.tier), "bytes": table.size(slot)}
+    return {"slot": str(slot), "holds": slot_words(slot.kind, table), "tier": str(slot.tier),
+            "bytes": table.size(slot)}
 
 
 def show(values: dict[str, Any]) -> str:
@@ -73,7 +75,7 @@ def show(values: dict[str, Any]) -> str:
     for what in ("reads", "writes", "adds to", "updates", "frees"):
         for slot in values.get(what, ()):
             size = f", {show_bytes(slot['bytes'])}" if slot["bytes"] else ""
-            lines.append(_line(what, f"{slot['slot']} (on the {slot['tier']}{size})"))
+            lines.append(_line(what, f"{slot['slot']} (on the {slot['tier']}{size}): {slot['holds']}"))
     sizes = [f"{show_bytes(size)} over {axis}" for axis, size in values["sends"].items()]
     moved = [f"{show_bytes(size)} by {lane}" for lane, size in values["moves"].items() if size]
     lines += [_line("sends", "; ".join(sizes))] if sizes else []

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import groupby
 from typing import Any
 
 from threed.base.quantity import show_bytes
 from threed.program.instruction import Slot
 from threed.program.plan import Plan
 
+_BLOCK = re.compile(r"(.*?\.\d+)(.*)")  # blocks.3, and .experts: the part of it
 # Parameter unit -> names and shapes of its parameters on one rank.
 Contents = Mapping[int, Sequence[tuple[str, tuple[int, ...]]]]
 
@@ -49,32 +50,58 @@ def parameter_units(plan: Plan, contents: Contents) -> list[dict[str, Any]]:
 
 
 def show_compute_units(plan: Plan, most: int | None = None) -> str:
-    """The rows of `compute_units` as text. Where there are more than `most`, neighbouring units of one stage
-    that have parameters of their own alone are one row."""
+    """The rows of `compute_units` as text. Where there are more than `most`, units of a stage that are alike
+    in all blocks are one row, if no other unit uses their parameters."""
     rows = compute_units(plan)
-    groups = [[row] for row in rows] if most is None or len(rows) <= most else _neighbours(rows)
+    groups = [[row] for row in rows] if most is None or len(rows) <= most else _alike(rows)
     cells = [(_span([row["unit"] for row in group]), f"pp{group[0]['position']}",
-              _span([row["name"] for row in group]), _span([" ".join(row["uses"]) for row in group]))
+              _ends([row["name"] for row in group]), _uses([row["uses"] for row in group]))
              for group in groups]
     first, _, name, _ = (max(map(len, column)) + 2 for column in zip(*cells))
     return "\n".join(unit.ljust(max(5, first)) + at.ljust(6) + text.ljust(max(20, name))
                      + f"uses {uses or 'no parameters'}" for unit, at, text, uses in cells)
 
 
-def _neighbours(rows: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """Runs of units of a stage, each of which has one parameter unit, its own. The first and the last unit,
-    which hold other layers, stand alone."""
+def _alike(rows: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Runs of units of a stage that are the same part of blocks with the same parts, whose numbers and whose
+    parameters' numbers rise by equal steps. What shares a parameter with another unit stands alone."""
     users = Counter(used for row in rows for used in row["uses"])
-    ends = rows[0]["unit"], rows[-1]["unit"]
+    split = [_BLOCK.fullmatch(row["name"]) for row in rows]  # the block, the part
+    parts: dict[str, list[str]] = {}
+    for match in filter(None, split):
+        parts.setdefault(match[1], []).append(match[2])
+    runs: list[list[dict[str, Any]]] = []
+    last: dict[Any, list[dict[str, Any]]] = {}  # kind of unit -> its latest run
+    for row, match in zip(rows, split, strict=True):
+        kind: Any = row["unit"]
+        if not any(users[used] > 1 for used in row["uses"]):
+            kind = (match[2], *parts[match[1]]) if match else re.sub(r"\d+", "#", row["name"])
+        key = row["stage"], kind, len(row["uses"])
+        run = last.get(key)
+        if run is None or (len(run) > 1 and _steps(run[-2:]) != _steps([run[-1], row])):
+            run = last[key] = []
+            runs.append(run)
+        run.append(row)
+    return runs
 
-    def run(row: dict[str, Any]) -> tuple[Any, ...]:
-        own = row["unit"] not in ends and [users[used] for used in row["uses"]] == [1]
-        return (row["stage"],) if own else (row["stage"], row["unit"])
 
-    return [list(group) for _, group in groupby(rows, run)]
+def _steps(rows: Sequence[dict[str, Any]]) -> list[int]:
+    """From one unit to the next: of its number, and of those of its parameters."""
+    before, after = ([int(name[1:]) for name in (row["unit"], *row["uses"])] for row in rows)
+    return [b - a for a, b in zip(before, after, strict=True)]
 
 
-def _span(texts: Sequence[str]) -> str:
+def _uses(rows: Sequence[Sequence[str]]) -> str:
+    return " ".join(rows[0]) if len(rows) == 1 else "; ".join(map(_span, zip(*rows, strict=True)))
+
+
+def _span(names: Sequence[str]) -> str:
+    """u1 to u9; where they rise by more than 1, the second, too: u1, u4 to u31."""
+    dense = len(names) < 2 or int(names[1][1:]) - int(names[0][1:]) == 1
+    return _ends(names) if dense or len(names) == 2 else f"{names[0]}, {names[1]} to {names[-1]}"
+
+
+def _ends(texts: Sequence[str]) -> str:
     return texts[0] if len(texts) == 1 else f"{texts[0]} to {texts[-1]}"
 
 

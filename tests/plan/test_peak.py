@@ -118,3 +118,12 @@ def test_ranks_that_share_processors_have_no_bubble_of_it():
     row = few["stages"][0]
     assert row["bubble"] == pytest.approx(1 - row["busy_s"] / few["step_time"])
     assert "8 ranks share 2 processors" in run("predict", TOY).stdout
+
+
+def test_advice_says_whose_times_it_has():
+    for words, costs in (([GPU, "--advise"], "A100"), ([GPU, "--advise", "--hardware", "h100-sxm"], "H100"),
+                         ([GPU, "--memory", "80GB"], "A100"), (["--advise"], "a CPU core")):
+        done = run("check", TOY, *words)
+        assert f"\ncosts: {costs}" in done.stdout
+        assert ("(by default; for another machine --hardware" in done.stdout) == (costs == "A100")
+    assert "\ncosts: " not in run("check", TOY, GPU, "--hardware", "h100-sxm").stdout  # it prints no times

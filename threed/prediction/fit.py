@@ -10,6 +10,7 @@ from threed.base.texttable import wrapped
 from threed.prediction import advise as advising
 from threed.prediction import peak
 from threed.prediction.hardware import DEFAULT, OF_CPUS, Hardware
+from threed.prediction.report import show_costs
 from threed.prediction.transient import Transient
 from threed.schema import Config
 
@@ -35,7 +36,10 @@ def fit(config: Config, asked: FitRequest,
     if asked.advise:
         rows = advising.advise(config, machine, limit, progress)
         values["advice"], held = rows, [peak.Peak(**row) for row in rows[0]["peaks"]]
-        texts.append(advising.show(rows, limit, asked.columns))
+        costs, usual = config.parallel.costs, not asked.hardware and not machine.waits
+        lines = show_costs(costs or machine.title, usual and costs is None, asked.columns)
+        texts.append("\n".join([*lines, advising.show(rows, limit, asked.columns)]))
+        values["costs"] = costs or machine.title
     else:
         held = [peak.Peak(**row) for row in advising.measure(config, machine, Transient())["peaks"]]
         texts.append(wrapped(peak.show(held), asked.columns))

@@ -160,6 +160,12 @@ def _peaks(values: dict[str, Any], columns: int | None) -> Iterator[str]:
                "threed search for another mesh")
 
 
+def show_costs(costs: str, is_usual: bool, columns: int | None = None) -> list[str]:
+    """Whose prices times are. `is_usual`: of the machine that nobody has asked for."""
+    usual = "(by default; for another machine --hardware NAME|FILE, for this one's processors run.device=cpu)"
+    return [f"costs: {costs}", *([wrapped(usual, columns)] if is_usual else [])]
+
+
 def show(values: dict[str, Any], columns: int | None = None) -> str:
     """The report as a table. `columns`: of a terminal, if it is to fit."""
     rows, axes = [], sent_over(values["stages"])
@@ -168,9 +174,8 @@ def show(values: dict[str, Any], columns: int | None = None) -> str:
         rows.append((f"pp{position}", show_seconds(row["busy_s"]), f"{row['bubble']:.1%}", show_bytes(peak),
                      show_bytes(row["peak"]["fixed_bytes"]), show_bytes(moving),
                      *(show_bytes(row["sent_bytes"].get(axis, 0)) for axis in axes)))
-    usual = "(by default; for another machine --hardware NAME|FILE, for this one's processors run.device=cpu)"
     is_usual = values.get("default_hardware") and not values.get("processors")
-    lines = [f"costs: {values['costs']}", *([wrapped(usual, columns)] if is_usual else []),
+    lines = [*show_costs(values["costs"], bool(is_usual), columns),
              f"step {show_seconds(values['step_time'])}, {_idle(values)} {values['bubble']:.1%}"
              + "".join(f", {text}" for text in _speeds(values)),
              render(("a rank of", "busy", "bubble", "peak", "fixed", "activations",

@@ -73,7 +73,7 @@ KEYS_HEAD = """# Other frameworks' keys
 
 Written by `docs/reference/generate.py` from `threed/config/keys`: do not edit.
 
-What each key of DeepSpeed, Megatron-LM, torchtitan and PEFT is here. [`threed
+What each key of DeepSpeed, Megatron-LM, torchtitan, transformers and PEFT is here. [`threed
 convert`](../coming-from.md#convert-a-config) reads these rows, and so does the error about a key that threed
 does not know. Keys are named by their last part where that is clear; `*` stands for any text. *No key* means
 that none is needed; **none** means that threed cannot do it: `threed convert` refuses it."""

@@ -26,11 +26,52 @@ _SAYINGS = (
      " outside of attention, and activation.policy=full or activation.offload=cpu save memory",
      "cp cp_size context_parallel context_parallel_size context_parallel_degree ring_attention ulysses "
      "sequence_parallel_size sp_size"),
-    ("use parallel.ep, with model.family=moe", "ep ep_size expert_parallel expert_parallel_size "
-     "expert_parallel_degree expert_model_parallel_size"),
-    ("use model.family=moe, whose keys are model.experts and experts_per_token (docs/experts.md)",
-     "expert experts num_experts n_experts n_routed_experts num_local_experts moe top_k_experts "
-     "num_experts_per_tok experts_per_token num_moe_experts"),
+    ("use parallel.ep, with model.family=moe",
+     "ep ep_size ep_degree expert_parallel expert_parallel_size expert_parallelism"),
+    ("threed does not cut an expert over tp: parallel.ep takes ranks of tp, too",
+     "etp etp_size expert_tensor_parallel"),
+    ("use model.family=moe, whose keys are model.experts and model.experts_per_token (docs/experts.md)",
+     "expert experts num_experts n_experts n_routed_experts num_local_experts moe use_moe moe_args "
+     "moe_enabled num_moe_experts num_experts_per_tok"),
+    ("use model.experts_per_token, with model.family=moe",
+     "top_k topk top_k_experts moe_top_k moe_topk num_experts_per_token experts_per_token "
+     "num_selected_experts n_activated_experts n_experts_per_token num_active_experts"),
+    ("use model.expert_ffn_hidden, with model.family=moe",
+     "expert_hidden expert_hidden_size expert_dim moe_dim moe_hidden moe_inter_dim moe_hidden_dim"),
+    ("use model.shared_expert_ffn, with model.family=moe (the hidden layer of all shared experts together)",
+     "shared_expert shared_experts num_shared_experts num_shared_expert"),
+    ("use model.moe_capacity, with model.family=moe (null: no token is dropped)",
+     "capacity_factor expert_capacity expert_capacity_factor train_capacity_factor moe_capacity_factor "
+     "drop_tokens min_capacity"),
+    ("no key: evaluation drops no tokens; model.moe_capacity (with model.family=moe) is of training",
+     "eval_capacity_factor"),
+    ("use model.balance=sequence, with model.balance_weight (and model.family=moe)",
+     "aux_loss aux_loss_coef aux_loss_coeff aux_loss_weight moe_aux_loss moe_aux_loss_coef aux_coef "
+     "load_balancing load_balancing_loss load_balance_loss load_balancing_loss_coef balance_loss "
+     "router_aux_loss"),
+    ("use model.balance=bias, with optimizer.balance_rate (and model.family=moe)",
+     "bias_update_speed bias_update_rate aux_loss_free expert_bias router_bias e_score_correction_bias "
+     "loss_free_balancing load_balance_coeff"),
+    ("use model.z_loss, with model.family=moe (of the router; the head has none)",
+     "z_loss zloss router_z_loss router_z_loss_coef router_z_loss_weight z_loss_coef z_loss_weight "
+     "moe_z_loss moe_z_loss_coef"),
+    ("the router is of model.family=moe: model.router_score, normalize_top_k, routed_scale, balance "
+     "(docs/experts.md); it adds no noise",
+     "gate router gating router_type router_noise router_jitter noisy_gate_policy gate_type"),
+    ("optimizer.name is adamw, lion or sgd; one of your own is a class (docs/extending/optimizer.md)",
+     "muon adafactor lamb lars shampoo soap sophia adam8bit adamw_8bit adam_8bit galore adagrad rmsprop "
+     "novograd adan prodigy schedule_free dion ns_steps muon_lr muon_momentum optim"),
+    ("use optimizer.name", "adam adamw sgd lion optimizer_type optimizer_name"),
+    ("use optimizer.eps", "epsilon adam_epsilon adam_eps"),
+    ("use optimizer.betas, such as [0.9,0.95]; sgd has no momentum", "momentum nesterov"),
+    ("threed keeps no average of weights over steps", "ema ema_decay swa weight_averaging"),
+    ("threed has no fp8: precision.dtype is fp32, bf16 or fp16",
+     "fp8 float8 fp8_recipe fp8_format mxfp8 fp4 nvfp4"),
+    ("attention sees the whole sequence; data.document_mask=true keeps it inside a document",
+     "sliding_window_size window_size local_attention attention_window"),
+    ("threed has no latent attention", "mla use_mla"),
+    ("threed has no prediction of more tokens", "mtp mtp_layers num_nextn_predict_layers mtp_depth"),
+    ("use model.qk_norm", "use_qk_norm qk_layer_norm qk_normalization"),
     ("threed compiles pieces of blocks (model.fused=auto), not whole models",
      "compile torch_compile use_compile"),
     ("no key: gradients are added up over train.global_batch_size / (train.micro_batch_size x parallel.dp) "
@@ -89,6 +130,8 @@ _SAYINGS = (
      "data_parallel dp_size ddp data_parallel_size replicas num_replicas"),
     ("use zero.stage=3",
      "fsdp fully_sharded fully_shard"),
+    ("use zero.shard_size (of zero.stage=3: copies between groups)",
+     "hsdp hybrid_shard"),
     ("use zero.stage",
      "zero_stage"),
     ("use data.source",
@@ -146,6 +189,7 @@ _CALLS = (
      "version"),
 )
 COMMANDS = {word: call for call, words in _CALLS for word in words.split()}
+
 
 def meant(key: str) -> str | None:
     """What to use in place of a key that threed has not, by its last part, or that there is no such thing;

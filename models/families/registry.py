@@ -20,6 +20,7 @@ from pathlib import Path
 from types import ModuleType
 
 from threed.base.errors import InputError, ThreedError, line_of
+from threed.base.shipped import HERE
 from threed.models.families.base import Family
 from threed.models.families.gpt import GPT
 from threed.models.families.llama import LLAMA
@@ -31,6 +32,8 @@ _ALIASES = {"gpt2": "gpt2small"}
 _TUNED = ("meta", "hf", "base", "pt", "it", "instruct", "chat")  # words that say nothing of a size
 # What beginnings of names have that threed has not.
 _OTHERS = {"mistral7bv0.1": "v0.1 has a sliding window, which threed has not"}
+_EXPERTS = ("moe", "expert", "experts")  # words of a name that mean a family
+_NEAR, _MOST = 0.75, 4  # how alike names are of which one may be meant; how many are listed
 _GIVEN: list[Family] = []  # by scripts
 GIVEN = "initialize:"  # before the number of one of these
 
@@ -55,11 +58,30 @@ def size_of(name: str) -> str | None:
     return next((size for size in sizes() if _plain(size) == _ALIASES.get(plain, plain)), None)
 
 
-def nearest_size(name: str) -> tuple[str, str]:
-    """(The size whose name is most like `name`, why `name` itself is none, if there is a reason.)"""
-    begins = [size for size in sizes() if _plain(size).startswith(_plain(name))]
-    near = difflib.get_close_matches(name.lower().rpartition("/")[2], begins or list(sizes()), 1, 0.0)[0]
-    return near, next((why for begin, why in _OTHERS.items() if _plain(name).startswith(begin)), "")
+def instead_of(name: str) -> str:
+    """What a name that is no size may mean: the end of a sentence that says that it is none."""
+    shipped = HERE / "configs" / f"{name}.yaml"
+    if shipped.is_file():
+        return f"; configs/{shipped.name} is a config that has one."
+    why = next((why for begin, why in _OTHERS.items() if _plain(name).startswith(begin)), "")
+    near = _like(name)
+    meant = f"; did you mean {', '.join(near[:-1])}{' or ' if near[1:] else ''}{near[-1]}?" if near else "."
+    return f"{f' ({why})' if why else ''}{meant}"
+
+
+def _like(name: str) -> list[str]:
+    """The sizes whose names begin so, or with which it begins; those that have all of its words; or else the
+    one with the most equal letters, where these are many."""
+    last, plain = name.lower().rpartition("/")[2], _plain(name)
+    asked = [word for word in re.split(r"[\s_:-]+", last) if word]
+    words = [word for word in asked if word not in _EXPERTS]
+    some = FAMILIES["moe"].sizes if len(words) < len(asked) else sizes()
+    begins = [size for size in some if plain and _plain(size).startswith(plain)] or [
+        size for size in some if plain.startswith(_plain(size))]
+    # A number begins where it begins in the name: 8b is in llama3-8b, and not in 0.8b or 4x8b.
+    has = [size for size in some if len(last) > 1 and all(
+        re.search(rf"(?<![\d.]){'(?<!x)' * word[0].isdigit()}{re.escape(word)}", size) for word in words)]
+    return (begins or has)[:_MOST] or difflib.get_close_matches(last, sizes(), 1, _NEAR)
 
 
 def _plain(name: str) -> str:

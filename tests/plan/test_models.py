@@ -6,8 +6,9 @@ import math
 
 import pytest
 
-from threed.base.errors import ConfigError
+from threed.base.errors import ConfigError, InputError
 from threed.config.load import load
+from threed.interop import init
 from threed.models.families.registry import sizes
 from threed.models.model import layers, model_flops, parameters, tied_parameters
 
@@ -69,10 +70,21 @@ def test_names_as_people_write_them(written, size):
     ("Qwen/Qwen2.5-8B", "did you mean qwen2.5-"), ("mistral-7b", "did you mean mistral-7b-v0.3"),
     ("mistralai/Mistral-7B-v0.1", "v0.1 has a sliding window"),
     ("llama3.1-13b", "did you mean llama3."), ("Qwen3-4B-Instruct-2507", "did you mean qwen3-4b"),
-    ("llama", "did you mean llama"), ("/", "did you mean ")])
+    ("llama", "did you mean llama"), ("/", "no such size. There are"), ("gpt-neo", "no such size. There"),
+    ("gpt-j-6b", "no such size. There are"), ("deepseek-v3", "no such size. There are"),
+    ("a", "no such size. There are"), ("30b", "did you mean qwen3-30b-a3b?"),
+    ("8b", "did you mean llama3-8b, llama3.1-8b or qwen3-8b?"), ("8x22b", "did you mean mixtral-8x22b?"),
+    ("mixtral", "did you mean mixtral-8x7b or mixtral-8x22b?"), ("small", "did you mean gpt2-small or gpt3-"),
+    ("moe", "did you mean mixtral-8x7b, mixtral-8x22b, qwen3-30b-a3b or qwen3-235b-a22b?"),
+    ("qwen3-moe", "did you mean qwen3-30b-a3b or qwen3-235b-a22b?"),
+    ("toy-moe", "configs/toy-moe.yaml is a config that has one"), ("lama3-8b", "did you mean llama3-8b")])
 def test_names_that_are_none(written, words):
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError) as caught:
         load(None, [f"model.name={written}"])
+    assert words in str(caught.value)
+    with pytest.raises(InputError) as asked:
+        init.model_of(written)
+    assert words in str(asked.value)
 
 
 @pytest.mark.parametrize("name", [name for name in SIZES if name.startswith(("gpt", "megatron"))])

@@ -197,13 +197,13 @@ def meant(key: str) -> str | None:
     return _WORDS.get(key.lstrip("-").rpartition(".")[2].lower().replace("-", "_"))
 
 
-def nearest(name: str, names: Iterable[str], least: float = 0.5) -> str | None:
+def nearest(name: str, names: Iterable[str], least: float = 0.6) -> str | None:
     """The name that is most like `name`: one of which it is a part, one that begins with the same word, or
-    else by its letters."""
+    else by its letters, where at least such a share is equal. None where that would be a guess."""
     names = sorted(names)
     plain = {_plain(each): each for each in reversed(names)}
     mine = _plain(name)
-    parts = [each for text, each in plain.items() if mine and (mine in text or text in mine)]
+    parts = [each for text, each in plain.items() if len(mine) > 2 and (mine in text or text in mine)]
     parts = sorted(parts, key=len) or [each for text, each in plain.items()
                                        if text.partition("-")[0] == mine.partition("-")[0]]
     near = [plain[text] for text in difflib.get_close_matches(mine, list(plain), 1, least)]

@@ -7,7 +7,7 @@ from typing import Any
 
 from threed.base.errors import InputError, Problem
 from threed.models.families.base import Family
-from threed.models.families.registry import FAMILIES, family_of, nearest_size, size_of, sizes
+from threed.models.families.registry import FAMILIES, family_of, instead_of, size_of, sizes
 from threed.schema import Config, ModelConfig, keys_of
 
 _NAME, _FAMILY = "model.name", "model.family"
@@ -79,10 +79,7 @@ def named_model(given: dict[str, Any]) -> tuple[ModelConfig, dict[str, Any], lis
         problems.append(Problem.of(_NAME, f"={size} is a size of model.family={known[size]}, not of {name}; "
                                    "leave one of them out (model.name=custom: the other keys are the sizes)"))
     elif size != "custom" and size not in known:
-        near, why = nearest_size(size)
-        because = f" ({why})" if why else ""
         imported = ", or take threed import for a model of Hugging Face" * ("/" in size)
-        problems.append(Problem.of(_NAME, f"={size}: no such size{because}; did you mean {near}? "
-                                   f"There are {', '.join(known)}; leave it out to give the sizes "
-                                   f"yourself{imported}"))
+        problems.append(Problem.of(_NAME, f"={size}: no such size{instead_of(size)} There are "
+                                   f"{', '.join(known)}; leave it out to give the sizes yourself{imported}"))
     return family.config(family=name or "gpt"), {}, problems

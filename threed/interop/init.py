@@ -9,7 +9,7 @@ from typing import Any
 
 from threed.base.errors import InputError
 from threed.base.quantity import divisors, many, show_bytes
-from threed.models.families.registry import FAMILIES, nearest_size, size_of, sizes
+from threed.models.families.registry import FAMILIES, instead_of, size_of, sizes
 from threed.schema import Config, ModelConfig
 
 TOY = "toy"
@@ -134,7 +134,7 @@ def model_of(name: str) -> ModelConfig:
         return FAMILIES["llama"].config()
     size = size_of(name)
     if size is None:
-        raise InputError(f"--model {name}: did you mean {nearest_size(name)[0]}? There are "
+        raise InputError(f"--model {name}: no such size{instead_of(name)} There are "
                          f"{', '.join(names())}")
     family = FAMILIES[sizes()[size]]
     return family.config(**family.sizes[size])

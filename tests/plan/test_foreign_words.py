@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
+from threed.cli.options import instead
 from threed.config.keys.transformers import TRANSFORMERS
 from threed.config.load import known_keys
 from threed.config.synonyms import FRAMEWORKS
@@ -66,3 +69,14 @@ def test_a_hint_names_keys_that_there_are():
     for framework in FRAMEWORKS:
         for row in framework.rows:
             assert row.key is None or row.key in EVERY, row
+
+
+@pytest.mark.parametrize("words, ours", [
+    (["--num-experts=8"], "model.family=moe"), (["--top-k", "2"], "model.experts_per_token"),
+    (["--optimizer", "muon"], "optimizer.name=muon"), (["--router-aux-loss-coef", "1"], "model.balance_weight"),
+    (["--context-parallel-size", "2"], "no context parallelism")])
+def test_a_foreign_option_has_its_hint(words: list[str], ours: str):
+    command = ["train", "configs/toy.yaml", *words]
+    option = words[0].partition("=")[0]
+    hints = instead(SimpleNamespace(option_name=option), command)  # pyright: ignore[reportArgumentType]
+    assert len(hints) == 1 and ours in hints[0]

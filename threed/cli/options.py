@@ -225,7 +225,9 @@ def instead(error: Exception, words: list[str]) -> list[str]:
     name = name.replace("-", "_")
     if not equals:
         value = words[at + 1] if 0 <= at < len(words) - 1 and not words[at + 1].startswith("-") else "VALUE"
-    known = [key for key in known_keys() if key == name or key.rpartition(".")[2] == name]
+    keys = known_keys()
+    known = [key for key in (name, f"{name}.name") if key in keys] or [
+        key for key in keys if key.rpartition(".")[2] == name]
     if known:
         return [f"{option} is a key of the config: leave out the dashes: {key}={value}" for key in known[:1]]
     if name in _ARGUMENTS:

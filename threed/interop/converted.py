@@ -115,10 +115,14 @@ def _size(given: dict[str, Any], framework: Framework, key: str) -> int:
 def _check_names(framework: Framework, unknown: list[str]) -> None:
     names = {row.theirs.rpartition(".")[2]: row.theirs for row in framework.rows if "*" not in row.theirs}
     for key in unknown:
-        near = difflib.get_close_matches(key.rpartition(".")[2].replace("-", "_"), list(names), 1, _SLIP)
+        tail = key.rpartition(".")[2].replace("-", "_")
+        if tail in names:  # then the section is wrong
+            near = difflib.get_close_matches(key, names.values(), 1, _SLIP)
+        else:
+            near = [names[end] for end in difflib.get_close_matches(tail, names, 1, _SLIP)]
         if near:
             raise InputError(f"{shown(framework, key)} is no key of {framework.name}; did you mean "
-                             f"{shown(framework, names[near[0]])}?")
+                             f"{shown(framework, near[0])}?")
 
 
 def _stem(key: str, row: Key | None) -> str:

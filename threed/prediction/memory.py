@@ -90,4 +90,6 @@ def show(values: dict[str, Any]) -> str:
         other = values[f"buffers_{stage}"] if exact else values["fp32_gradients"][f"stage_{stage}"]
         lines.append(f"{stage}".ljust(8) + show_bytes(values[f"stage_{stage}"]).rjust(14)
                      + show_bytes(other).rjust(16))
-    return "\n".join(lines)
+    ask = ("threed check CONFIG --memory 80GB says whether it fits" if exact else
+           "threed init FILE --model NAME --devices N --memory 80GB finds what fits")
+    return "\n".join([*lines, f"activations come on top: {ask}"])

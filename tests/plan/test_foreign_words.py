@@ -73,7 +73,8 @@ def test_a_hint_names_keys_that_there_are():
 
 @pytest.mark.parametrize("words, ours", [
     (["--num-experts=8"], "model.family=moe"), (["--top-k", "2"], "model.experts_per_token"),
-    (["--optimizer", "muon"], "optimizer.name=muon"), (["--router-aux-loss-coef", "1"], "model.balance_weight"),
+    (["--optimizer", "muon"], "optimizer.name=muon"),
+    (["--router-aux-loss-coef", "1"], "model.balance_weight"),
     (["--context-parallel-size", "2"], "no context parallelism")])
 def test_a_foreign_option_has_its_hint(words: list[str], ours: str):
     command = ["train", "configs/toy.yaml", *words]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -15,9 +16,7 @@ class Template:
         self._content, self._classes = into.getvalue(), writer.classes
 
     def copy(self) -> Any:
-        reader = pickle.Unpickler(io.BytesIO(self._content))
-        reader.persistent_load = self._classes.__getitem__
-        return reader.load()
+        return _Reader(self._content, self._classes).load()
 
 
 class _Writer(pickle.Pickler):
@@ -33,3 +32,12 @@ class _Writer(pickle.Pickler):
             return None
         self.classes.append(obj)
         return len(self.classes) - 1
+
+
+class _Reader(pickle.Unpickler):
+    def __init__(self, content: bytes, classes: Sequence[type]):
+        super().__init__(io.BytesIO(content))
+        self._classes = classes
+
+    def persistent_load(self, pid: int) -> type:
+        return self._classes[pid]

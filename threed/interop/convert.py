@@ -1,4 +1,4 @@
-"""Convert: a config of DeepSpeed, or options of Megatron-LM, into a config."""
+"""Convert: a config of DeepSpeed, or arguments of Megatron-LM, into a config."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from threed.config.keys.megatron import MEGATRON
 from threed.config.keys.megatron_experts import notes as of_experts
 from threed.config.keys.megatron_values import ends
 from threed.config.values import get
+from threed.interop.arguments import arguments
 from threed.interop.converted import Converted, convert, inline, shown
 from threed.interop.deepspeed_file import read
 from threed.interop.deepspeed_option import take_file
-from threed.interop.script import options
 from threed.models.model import num_parameters
 
 NEWEST = CLIPS_SINCE
@@ -40,15 +40,16 @@ def deepspeed(path: Path, overrides: list[str], devices: int | None = None,
 
 
 def megatron(text: str, overrides: list[str], devices: int | None = None) -> Converted:
-    """Options of Megatron-LM, or a file or a shell script that has them. InputError as in `deepspeed`."""
-    given = options(text)
+    """Arguments of Megatron-LM, or a file that has them. InputError as in `deepspeed`."""
+    given = arguments(text)
     notes = [*given.notes, *ends(given.found), *of_experts(given.found)]
     done = convert(MEGATRON, given.found, given.source, overrides, devices)
+    for name in given.usual:  # a dump has them all
+        for reasons in (done.dropped, done.refused):
+            reasons.pop(shown(MEGATRON, name), None)
     if "deepspeed_config" in given.found:
         take_file(done, given, overrides)
     done.finish().notes += notes
-    if "model.vocab" not in done.values:
-        done.notes.append("the options do not say how large the vocabulary is: model.vocab is the default")
     chosen = configs.overrides_of(overrides)
     done.refused |= {shown(MEGATRON, name): reason for name, reason in given.unknown.items()
                      if (row := MEGATRON.row(name)) is None or row.key not in chosen}

@@ -17,14 +17,13 @@ from threed.config.keys.megatron import MEGATRON
 from threed.config.keys.table import Dropped, Framework, Key, Refused
 from threed.config.named import joined
 from threed.config.values import get
-from threed.interop.script import TYPED
-from threed.interop.shell.opaque import is_open
-from threed.interop.shell.opaque import show as readable
+from threed.interop import arguments
 from threed.models.families.registry import FAMILIES
 from threed.schema import Config
 
 _SLIP = 0.85  # how alike an unknown option and a slip of the pen are
 _SURE = ("optimizer.lr", "train.steps", "model.seq_len")  # what every run says
+_SIZES = ("model.layers", "model.hidden", "model.heads", "model.vocab")
 
 
 @dataclass
@@ -44,7 +43,8 @@ class Converted:
     @property
     def missing(self) -> list[str]:
         """Keys that every run says, and that this one leaves to threed's defaults."""
-        return [key for key in _SURE if key not in self.values]
+        sizes = _SIZES if self.framework is MEGATRON and "model.name" not in self.values else ()
+        return [key for key in (*_SURE, *sizes) if key not in self.values]
 
     def finish(self) -> Converted:
         """Itself, with the config of its values. InputError where they are no config."""
@@ -59,12 +59,8 @@ class Converted:
 def convert(framework: Framework, found: dict[str, Any], source: str, overrides: list[str],
              devices: int | None, version: tuple[int, ...] = ()) -> Converted:
     done = Converted(framework, source)
-    unknown = {key: value for key, value in found.items() if isinstance(value, str) and is_open(value)}
-    found = {key: value for key, value in found.items() if key not in unknown}
-    done.refused = {key: f"its value, {readable(value)}, comes from outside the script"
-                    for key, value in unknown.items()}
     rows = {key: framework.row(key) for key in found}
-    if framework is not MEGATRON or source == TYPED:  # Megatron-LM has read a script's options itself
+    if framework is not MEGATRON or source == arguments.TYPED:  # the others Megatron-LM has read itself
         _check_names(framework, [key for key, row in rows.items() if row is None])
     given = {row.theirs: found[key] for key, row in rows.items() if row is not None and found[key] != "auto"}
     given |= {"version": version, "dp": None}
@@ -135,7 +131,7 @@ def _stem(key: str, row: Key | None) -> str:
 
 
 def shown(framework: Framework, key: str) -> str:
-    return "--" + key.replace("_", "-") if framework is MEGATRON else key
+    return arguments.shown(key) if framework is MEGATRON else key
 
 
 def _take(done: Converted, origin: dict[str, str], key: str, row: Key | None, value: Any,

@@ -4,7 +4,6 @@ the end, keys without quotes."""
 from __future__ import annotations
 
 import json
-import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -12,38 +11,29 @@ from typing import Any
 import hjson
 
 from threed.base.errors import InputError
-from threed.interop.shell.opaque import is_open
 
-_FORMATS = ("threed convert takes a JSON of DeepSpeed, or with --megatron Megatron-LM's options: a shell "
-            "script, a list of them, or a YAML")
-_OPEN = re.compile(r"(?<=[:,\[\s])([^\s\",:\[\]{}]*[\uf000-\uf07f][^\s\",\[\]{}]*)")
+_FORMATS = ("threed convert takes a JSON of DeepSpeed, or with --megatron Megatron-LM's arguments: a list of "
+            "them, a log that begins with them, or a YAML")
 
 
 def read(path: Path) -> dict[str, Any]:
-    """{dotted key: value} of a file. InputError where it cannot be read, or is no such config."""
+    """{dotted key: value} of a file; of a section that is switched off only the switch. InputError where it
+    cannot be read, or is no such config."""
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     if path.suffix not in (".json", ".hjson"):
         _check_kind(path, text)
-    return flat_of(text, str(path))
-
-
-def flat_of(text: str, name: str) -> dict[str, Any]:
-    """{dotted key: value} of a text. Of a section that is switched off only the switch stays."""
-    quoted = "".join(part if index % 2 else _OPEN.sub(r'"\1"', part)
-                     for index, part in enumerate(re.split(r'("(?:[^"\\\n]|\\.)*")', text)))
-    text = quoted if is_open(text) else text
     try:
         try:
             values = json.loads(text, object_pairs_hook=_once)  # knows Infinity, too
         except json.JSONDecodeError:
             values = hjson.loads(text, object_pairs_hook=_once)
     except hjson.HjsonDecodeError as error:
-        raise InputError(f"{name} is not JSON, with which DeepSpeed allows comments: {error}") from None
+        raise InputError(f"{path} is not JSON, with which DeepSpeed allows comments: {error}") from None
     if not isinstance(values, dict):
-        raise InputError(f"{name} must be an object of keys, such as train_batch_size, not a "
+        raise InputError(f"{path} must be an object of keys, such as train_batch_size, not a "
                          f"{type(values).__name__}")
     return _flat(values)
 

@@ -1,4 +1,4 @@
-"""Beside: the file of --deepspeed_config, which a script of Megatron-DeepSpeed gives with its options.
+"""Beside: the file of --deepspeed_config, which Megatron-DeepSpeed is given with its options.
 
 DeepSpeed's engine reads the file alone: it shards, clips, scales the loss and cuts batches by it, whatever
 the options say. The optimizer and its schedule are those of the options. Where the two contradict each other,
@@ -7,13 +7,14 @@ a note says so.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from threed.config.keys.deepspeed import CLIPS_SINCE, DEEPSPEED
 from threed.config.values import get
+from threed.interop.arguments import Given
 from threed.interop.converted import Converted, convert, shown
-from threed.interop.deepspeed_file import flat_of
-from threed.interop.script import CommandLine
+from threed.interop.deepspeed_file import read
 from threed.schema import Config
 
 OPTION = "deepspeed_config"
@@ -22,21 +23,20 @@ _OF_FP16 = tuple(f"precision.{key}" for key in ("loss_scale", "initial_loss_scal
                                                 "loss_scale_window", "hysteresis"))
 
 
-def take_file(done: Converted, given: CommandLine, overrides: list[str]) -> None:
+def take_file(done: Converted, given: Given, overrides: list[str]) -> None:
     """Takes the keys of the file into `done`. InputError where the file is no config of DeepSpeed."""
     name, option = str(given.found[OPTION]), shown(done.framework, OPTION)
     done.dropped.pop(option, None)
     if not given.found.get("deepspeed"):
         done.dropped[option] = "without --deepspeed it is not read"
         return
-    text = given.read(name)
-    if text is None:
-        done.refused[option] = (f"{name} is neither beside the script nor written by it, and DeepSpeed "
-                                "shards, clips, scales and cuts batches by it: convert it, too (threed "
-                                f"convert {name}), and take its keys over")
+    path = next((path for path in (Path(name), given.folder / name) if path.is_file()), None)
+    if path is None:
+        done.refused[option] = (f"{name} is not there, and DeepSpeed shards, clips, scales and cuts batches by "
+                                f"it: convert it, too (threed convert {name}), and take its keys over")
         return
     dp = done.values.get("parallel.dp")
-    values = flat_of(text, name)
+    values = read(path)
     file = convert(DEEPSPEED, values, name, [], dp if isinstance(dp, int) else None, CLIPS_SINCE)
     if "train_batch_size" not in values:  # what follows from the rest of the file
         file.values = {key: value for key, value in file.values.items()

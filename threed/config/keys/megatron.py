@@ -20,8 +20,9 @@ ROWS = (
     Key("tensor_model_parallel_size", "parallel.tp"),
     Key("pipeline_model_parallel_size", "parallel.pp"),
     *(Key(name, "parallel.dp (auto: what the number of ranks leaves)", take.dp)
-      for name in ("nproc_per_node", "nnodes", "num_gpus", "num_nodes", "num_processes")),
-    Key("data_parallel_size", "parallel.dp (auto: what the number of ranks leaves)"),
+      for name in ("nproc_per_node", "nnodes", "num_gpus", "num_nodes", "num_processes", "world_size")),
+    Key("data_parallel_size", "parallel.dp (auto: what the number of ranks leaves)",
+        lambda value, given: given["dp"] or value),
     Key("num_layers_per_virtual_pipeline_stage",
         "parallel.virtual_stages with parallel.schedule=interleaved", take.layers_per_stage),
     Key("num_virtual_stages_per_pipeline_rank",

@@ -3,11 +3,15 @@ effect."""
 
 from __future__ import annotations
 
+import ast
+from math import prod
 from typing import Any
 
+from threed.base.errors import InputError
 from threed.config.keys.table import NO_KEY, NOTHING, Dropped, Given, Key, Refused, where
 
 _ONE, _NONE = (1,), (None, 1, [1])
+_MOST = 100_000  # blocks
 # How one backend or another does what threed does in one way
 _WAYS = """
     moe_grouped_gemm moe_use_legacy_grouped_gemm moe_permute_fusion moe_router_fusion
@@ -40,11 +44,47 @@ def _experts(value: Any, given: Given) -> dict[str, Any]:
             "model.tie_embeddings": not given.get("untie_embeddings_and_output_weights")}
 
 
-def _frequency(value: Any, _: Given) -> int:
+def _sum(text: str) -> Any:
+    """What sums and products of whole numbers and lists come to; None where a text is none."""
+    def value(node: ast.AST) -> Any:
+        match node:
+            case ast.Constant(int(number)):
+                return number
+            case ast.List(parts):
+                return [value(part) for part in parts]
+            case ast.BinOp(left, ast.Add(), right):
+                return value(left) + value(right)
+            case ast.BinOp(left, ast.Mult(), right):
+                pair = value(left), value(right)
+                sizes = [each if isinstance(each, int) else len(each) for each in pair]
+                return pair[0] * pair[1] if prod(sizes) <= _MOST else None
+        raise TypeError
+
+    try:
+        return value(ast.parse(text, mode="eval").body)
+    except (SyntaxError, TypeError, ValueError, RecursionError):
+        return None
+
+
+def _frequency(value: Any, given: Given) -> dict[str, Any]:
+    """A number n: every n-th block, the first one, too. A list, which may be written as a sum of products of
+    lists: 1 for a block with experts."""
     value = _single(value, {})
-    if not str(value).isdecimal():
-        raise Refused("threed has model.moe_every and model.first_dense, and no list of blocks with experts")
-    return int(value)
+    blocks = _sum(value) if isinstance(value, str) else value
+    if isinstance(blocks, int) and blocks > 0:
+        return {"model.moe_every": blocks}
+    if not isinstance(blocks, list) or not all(each in (0, 1) for each in blocks):
+        raise InputError(f"--moe-layer-freq {value}: must be a number, or a list of 0 and 1 for each block, "
+                         "such as ([0]*1+[1]*3)")
+    layers = given.get("num_layers")
+    if isinstance(layers, int) and layers != len(blocks):
+        raise InputError(f"--moe-layer-freq {value} is of {len(blocks)} blocks, and --num-layers is {layers}")
+    places = [place for place, block in enumerate(blocks) if block]
+    first, every = places[0] if places else 0, places[1] - places[0] if len(places) > 1 else len(blocks)
+    if not places or places != list(range(first, len(blocks), every)):
+        raise Refused(f"blocks {', '.join(map(str, places)) or 'none'} have experts; here it is every "
+                      "model.moe_every-th from model.first_dense on")
+    return {"model.moe_every": every, "model.first_dense": first}
 
 
 def _score(value: Any, given: Given) -> dict[str, Any]:
@@ -86,8 +126,8 @@ def _weight(value: Any, given: Given) -> Any:
     """aux_loss is Megatron-LM's default."""
     if not any(value if isinstance(value, list) else [value]):
         raise Dropped("without a weight there is no auxiliary loss")
-    kind = given.get("moe_router_load_balancing_type", "aux_loss")
-    if _single(kind, given) != "seq_aux_loss":
+    kind = _single(given.get("moe_router_load_balancing_type", "aux_loss"), given)
+    if kind != "seq_aux_loss":
         raise Refused(f"{kind} is not of each sequence, as threed's auxiliary loss is: seq_aux_loss (with "
                       "model.balance=sequence, it is model.balance_weight)")
     return _single(value, given)
@@ -183,7 +223,7 @@ _ROWS = (
     Key("expert_tensor_parallel_size", NOTHING + "threed does not cut an expert over tp", None, _ONE),
     Key("moe_router_topk", "model.experts_per_token"),
     Key("moe_ffn_hidden_size", "model.expert_ffn_hidden"),
-    Key("moe_layer_freq", "model.moe_every", _frequency),
+    Key("moe_layer_freq", "model.moe_every (a list that begins with 0: model.first_dense, too)", _frequency),
     Key("moe_shared_expert_intermediate_size", "model.shared_expert_ffn"),
     Key("moe_router_score_function", "model.router_score", _score),
     Key("moe_router_pre_softmax", "model.normalize_top_k=false", _before_softmax),

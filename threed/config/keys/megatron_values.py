@@ -8,7 +8,7 @@ from threed.base.errors import InputError
 from threed.config.keys.table import Dropped, Given, Refused
 
 DOCUMENTS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
-RANKS = (("nproc_per_node", "nnodes"), ("num_gpus", "num_nodes"), ("num_processes", ""))
+RANKS = (("nproc_per_node", "nnodes"), ("num_gpus", "num_nodes"), ("num_processes", ""), ("world_size", ""))
 GPT2_VOCABULARY = 50257
 SHAPES = {"constant": "constant", "linear": "linear", "cosine": "cosine", "WSD": "wsd"}
 NORMS = {"LayerNorm": "layernorm", "layernorm": "layernorm", "RMSNorm": "rmsnorm", "rmsnorm": "rmsnorm"}
@@ -22,9 +22,10 @@ SHARDED = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 def number(given: Given, name: str) -> int:
     """A size that another option's value depends on."""
     value = given.get(name)
+    if value is None:
+        raise Refused(f"it needs --{name.replace('_', '-')}, which is not given")
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise InputError(f"--{name.replace('_', '-')} must be given, as a whole number above 0" +
-                         ("" if value is None else f", and it is {value}"))
+        raise InputError(f"--{name.replace('_', '-')} {value}: must be a whole number above 0")
     return value
 
 
@@ -54,7 +55,7 @@ def least_batch(given: Given) -> dict[str, Any]:
     """The batch size of a run that gives none: a micro-batch for each replica."""
     try:
         return {"global_batch_size": dp(None, given)["parallel.dp"] * given.get("micro_batch_size", 1)}
-    except (Dropped, InputError, TypeError):
+    except (Dropped, Refused, InputError, TypeError):
         return {}
 
 

@@ -109,16 +109,20 @@ def _size(given: dict[str, Any], framework: Framework, key: str) -> int:
 
 
 def _check_names(framework: Framework, unknown: list[str]) -> None:
-    names = {row.theirs.rpartition(".")[2]: row.theirs for row in framework.rows if "*" not in row.theirs}
+    """InputError where a key looks like a slip of the pen: each part of its name is nearly that of a row."""
     for key in unknown:
-        tail = key.rpartition(".")[2].replace("-", "_")
-        if tail in names:  # then the section is wrong
-            near = difflib.get_close_matches(key, names.values(), 1, _SLIP)
-        else:
-            near = [names[end] for end in difflib.get_close_matches(tail, names, 1, _SLIP)]
-        if near:
+        likeness, near = max((_likeness(key, row.theirs), row.theirs) for row in framework.rows
+                         if "*" not in row.theirs)
+        if likeness >= _SLIP:
             raise InputError(f"{shown(framework, key)} is no key of {framework.name}; did you mean "
-                             f"{shown(framework, near[0])}?")
+                             f"{shown(framework, near)}?")
+
+
+def _likeness(key: str, theirs: str) -> float:
+    names = theirs.split(".")
+    parts = key.replace("-", "_").split(".")[-len(names):]
+    return min(difflib.SequenceMatcher(None, *pair).ratio() for pair in zip(
+        parts, names, strict=True)) if len(parts) == len(names) else 0.0
 
 
 def _stem(key: str, row: Key | None) -> str:

@@ -32,8 +32,8 @@ def take_file(done: Converted, given: Given, overrides: list[str]) -> None:
         return
     path = next((path for path in (Path(name), given.folder / name) if path.is_file()), None)
     if path is None:
-        done.refused[option] = (f"{name} is not there, and DeepSpeed shards, clips, scales and cuts batches by "
-                                f"it: convert it, too (threed convert {name}), and take its keys over")
+        done.refused[option] = (f"{name} is not there, and DeepSpeed shards, clips, scales and cuts batches "
+                                f"by it: convert it, too (threed convert {name}), and take its keys over")
         return
     dp = done.values.get("parallel.dp")
     values = read(path)

@@ -32,6 +32,7 @@ _FEW = 3  # lines without a mark of where they begin
 _ENUM = re.compile(r"<?[A-Z]\w*\.(\w+)(?:: [^>]*>)?$")
 _DTYPES = {"torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.half": "fp16", "torch.float32": "fp32",
            "torch.float": "fp32"}
+_OF_DEEPSPEED = ("moe_token_dropping", "moe_top2_2nd_expert_sampling")  # what an option switches off there
 _PADDED = re.compile(r"> padded vocab \(size: (\d+)\)")
 
 
@@ -91,7 +92,8 @@ def of_yaml(text: str, source: str) -> dict[str, Any]:
         if isinstance(value, dict):
             stack = [*value.items(), *stack]
         else:
-            flat[str(name).lstrip("-").replace("-", "_")] = _literal(value) if isinstance(value, str) else value
+            plain = str(name).lstrip("-").replace("-", "_")
+            flat[plain] = _literal(value) if isinstance(value, str) else value
     return flat
 
 
@@ -100,6 +102,8 @@ def setting(name: str, value: Any, values: dict[str, Any]) -> tuple[str, Any, bo
     says nothing. `values`: the table."""
     if name == "gated_linear_unit" and "silu" in str(values.get("activation_func")):
         name = "swiglu"
+    if name in _OF_DEEPSPEED and isinstance(value, bool):
+        name, value = f"disable_{name}", not value
     option, value = option_of(name, value)
     row = MEGATRON.row(option)
     is_off = any(_is(value, off) for off in (False, 0, -1, "", "none", []))
@@ -126,4 +130,4 @@ def _says_nothing(name: str, values: dict[str, Any]) -> bool:
         name == "data_parallel_sharding_strategy" and not (
             values.get("use_megatron_fsdp") or values.get("use_custom_fsdp"))) or (
         name == "main_grads_dtype" and not values.get("use_precision_aware_optimizer")) or (
-        name == "moe_token_dropping" and "topk" not in values)
+        name == "disable_moe_token_dropping" and "topk" not in values)

@@ -198,6 +198,12 @@ def _never_read(*_: Any) -> Any:
                   "names")
 
 
+def _mean(value: Any, _: Given) -> Any:
+    if value != "mean":
+        raise Refused("gradients are those of the mean loss of the global batch, not a sum over ranks")
+    raise Dropped("gradients are those of the mean loss of the global batch")
+
+
 def _group(value: Any, given: Given) -> Any:
     if given["zero_optimization.stage"] == 0:
         raise Dropped("nothing is sharded in stage 0")
@@ -255,6 +261,9 @@ ROWS = (
     Key("bf16_optimizer_states", NOTHING + "Adam's moments are in fp32"),
     Key("immediate_grad_update", NO_KEY + "gradients are added up as they come"),
     Key("check_grad_overflow", "train.on_nonfinite=skip"),
+    Key("check_overflow", "train.on_nonfinite=skip"),
+    Key("gradient_allreduce_op", NO_KEY + "gradients are those of the mean loss of the global batch",
+        _mean),
     Key("communication_data_type", "precision.reduce_dtype", _narrow),
     Key("fp32_allreduce", "precision.reduce_dtype=fp32"),
     Key("data_types.grad_accum_dtype", "precision.grad_dtype", _narrow),
@@ -280,17 +289,17 @@ ROWS = (
     Key("load_from_fp32_weights", NO_KEY + "checkpoints hold fp32 weights"),
     Key("memory_efficient_linear",
         NO_KEY + "backward finds parameters in the buffer that they are gathered in"),
-    where(_below_stage_3,
-          Key("stage3_prefetch_bucket_size", "zero.prefetch (in uses ahead, not elements)", _prefetch)),
-    where(_below_stage_3, Key("stage3_param_persistence_threshold", "zero.persist_below", _whole)),
-    Key("stage3_model_persistence_threshold", NO_KEY + "zero.persist_below alone says what stays whole"),
-    where(_below_stage_3,
-          Key("stage3_max_live_parameters", "zero.residency (in units, not elements)", _live)),
-    where(_below_stage_3, Key("stage3_max_reuse_distance", "zero.residency (in units, not elements)", _live)),
-    Key("stage3_module_granularity_threshold",
-        NO_KEY + "a unit is what is gathered; parallel.layers_per_unit"),
+    *(row._replace(theirs=f"{prefix}{row.theirs}") for prefix in ("stage3_", "") for row in (
+        where(_below_stage_3, Key("prefetch_bucket_size", "zero.prefetch (in uses ahead, not elements)",
+                                  _prefetch)),
+        where(_below_stage_3, Key("param_persistence_threshold", "zero.persist_below", _whole)),
+        Key("model_persistence_threshold", NO_KEY + "zero.persist_below alone says what stays whole"),
+        where(_below_stage_3, Key("max_live_parameters", "zero.residency (in units, not elements)", _live)),
+        where(_below_stage_3, Key("max_reuse_distance", "zero.residency (in units, not elements)", _live)),
+        Key("module_granularity_threshold", NO_KEY + "a unit is what is gathered; parallel.layers_per_unit"),
+        Key("use_all_reduce_for_fetch_params", NO_KEY + "parameters are always gathered"),
+        Key("allgather_sequential", NO_KEY + "parameters are always gathered unit by unit"))),
     Key("leaf_module*", NO_KEY + "a unit is what is gathered; parallel.layers_per_unit"),
-    Key("stage3_use_all_reduce_for_fetch_params", NO_KEY + "parameters are always gathered"),
     Key("*gather_*_weights_on_model_save",
         NO_KEY + "checkpoints hold whole fp32 parameters in parts, for any mesh"),
     Key("elastic_checkpoint", NO_KEY + "any mesh loads any checkpoint"),
@@ -329,6 +338,15 @@ ROWS = (
     Key("grad_partitioned", NO_KEY + "parallel.sequence_parallel cuts what is sent over tp"),
     Key("use_reentrant", NO_KEY + "each unit has a graph of its own"),
     Key("autotp_size", "parallel.tp", None, (1,)),
+    Key("tp_size", "parallel.tp", None, (1,)),
+    Key("tp_overlap_comm", NO_KEY + "it overlaps under sequence parallelism"),
+    Key("tensor_parallel.dtype", NO_KEY + "precision.dtype is of all computation"),
+    *(Key(name, NO_KEY + "model.* describes the model, and its layers know how they are cut")
+      for name in ("tensor_parallel.preset_model", "tensor_parallel.partition_config*",
+                   "injection_policy*", "tp_grain_size", "keep_module_on_host", "kernel_inject",
+                   "replace_with_kernel_inject")),
+    Key("sequence_parallel_size", NOTHING + "threed has no sequences cut over ranks of their own", None,
+        (1,)),
     # What is logged
     Key("steps_per_print", "monitor.console_every", _whole),
     Key("wall_clock_breakdown", NO_KEY + "steps are always timed (monitor.trace_every): threed compare RUN"),
@@ -347,7 +365,10 @@ ROWS = (
                    "tag_validation", "parallel_write*",
                    "log_trace_cache_warnings", "enable_sanity_checks", "disable_allgather",
                    "use_node_local_storage", "graph_harvesting",
-                   "override_module_apply", "pipeline_loading_checkpoint", "legacy_stage1")),
+                   "override_module_apply", "managed_gradient_accumulation", "legacy_fusion", "log_level",
+                   "seq_parallel_communication_data_type", "checkpoint.writer*",
+                   "checkpoint_serialization", "datastates_ckpt*",
+                   "save_muon_momentum_buffer_in_memory", "pipeline_loading_checkpoint", "legacy_stage1")),
     *(Key(name, NOTHING + f"threed has no {what}")
       for name, what in (("amp*", "apex"), ("torch_autocast*",
                                             "autocast: precision.dtype is of all computation"),

@@ -10,7 +10,7 @@ from typing import Any
 
 from threed.config.keys import megatron_values as take
 from threed.config.keys.megatron_experts import KEYS as OF_EXPERTS
-from threed.config.keys.megatron_experts import defaults_of_deepspeed
+from threed.config.keys.megatron_experts import defaults_of_experts, gate, no_biases
 from threed.config.keys.megatron_rest import WITHOUT_VALUE
 from threed.config.keys.table import NO_KEY, NOTHING, Framework, Given, Key
 
@@ -52,7 +52,7 @@ ROWS = (
     Key("rope_scaling_factor", NO_KEY + "the first number of model.rope_scaling"),
     Key("seq_length", "model.seq_len"),
     Key("max_position_embeddings", NO_KEY + "model.seq_len", take.positions),
-    Key("swiglu", "model.activation=swiglu"),
+    Key("swiglu", "model.activation (swiglu)", gate),
     Key("normalization", "model.norm", take.one_of(take.NORMS, "norm")),
     Key("norm_epsilon", "model.norm_eps"),
     Key("layernorm_epsilon", "model.norm_eps"),
@@ -64,13 +64,14 @@ ROWS = (
     Key("rotary_percent", NO_KEY + "all of a head is rotated", take.whole_share),
     Key("no_position_embedding", NO_KEY + "model.position=rotary has no table of positions",
         take.rotary_alone),
-    Key("disable_bias_linear", "model.bias=false"),
+    Key("disable_bias_linear", "model.bias (false)", no_biases),
     Key("untie_embeddings_and_output_weights", "model.tie_embeddings=false"),
     Key("make_vocab_size_divisible_by",
         "model.vocab_multiple (it x parallel.tp gives the same padding)", lambda value, given: value *
         given.get("tensor_model_parallel_size", 1)),
     Key("vocab_size", "model.vocab"),
-    Key("padded_vocab_size", "model.vocab"),
+    Key("padded_vocab_size", "model.vocab (where vocab_size is not given)",
+        lambda value, given: {} if given.get("vocab_size") else value),
     Key("vocab_file", NO_KEY + "model.vocab is a number", take.vocabulary),
     Key("merge_file", NO_KEY + "model.vocab is a number", take.vocabulary),
     Key("hidden_dropout", "model.dropout"),
@@ -93,6 +94,7 @@ ROWS = (
     # Precision
     Key("bf16", "precision.dtype=bf16"),
     Key("fp16", "precision.dtype=fp16"),
+    *(Key(name, "precision.dtype", take.precision) for name in ("params_dtype", "mixed_precision")),
     Key("accumulate_allreduce_grads_in_fp32", "precision.grad_dtype=fp32", take.gradients("fp32")),
     Key("grad_reduce_in_bf16",
         "precision.reduce_dtype=bf16 with precision.grad_dtype", take.gradients("bf16")),
@@ -202,7 +204,7 @@ def defaults(given: Given) -> dict[str, Any]:
         values |= {"initial_loss_scale": 2.0**32}
         if "accumulate_allreduce_grads_in_fp32" not in given:
             values |= {"main_grads_dtype": "fp16"}
-    values |= defaults_of_deepspeed(given)
+    values |= defaults_of_experts(given)
     if given.get("optimizer") == "sgd":
         values["sgd_momentum"] = 0.9
     if given.get("lr_decay_style") == "WSD":

@@ -39,9 +39,20 @@ def _experts(value: Any, given: Given) -> dict[str, Any]:
     if not _has(given):
         raise Refused("all blocks with experts have equally many: give one number")
     return {"model.family": "moe", "model.experts": value[0] if isinstance(value, list) else value,
-            "model.norm": norm, "model.activation": "swiglu" if given.get("swiglu") else "gelu",
-            "model.bias": not given.get("disable_bias_linear"),
+            "model.norm": norm, "model.activation": "swiglu", "model.bias": False,
             "model.tie_embeddings": not given.get("untie_embeddings_and_output_weights")}
+
+
+def gate(on: bool, _: Given) -> str:
+    if not on:
+        raise Refused("experts have a gate here (model.activation=swiglu)")
+    return "swiglu"
+
+
+def no_biases(off: bool, _: Given) -> bool:
+    if not off:
+        raise Refused("experts have no biases here (model.bias=false)")
+    return False
 
 
 def _sum(text: str) -> Any:
@@ -204,15 +215,17 @@ def notes(given: Given) -> list[str]:
             "to each"]
 
 
-def defaults_of_deepspeed(given: Given) -> dict[str, Any]:
-    """What Megatron-DeepSpeed takes for options of experts that are not given."""
-    if not _has(given) or not given.keys() & {"deepspeed", *(row.theirs for row in OF_DEEPSPEED)}:
+def defaults_of_experts(given: Given) -> dict[str, Any]:
+    """What is taken for options of experts that are not given; by Megatron-DeepSpeed other options."""
+    if not _has(given):
         return {}
-    values: dict[str, Any] = {"topk": 1, "expert_interval": 2, "moe_loss_coeff": 0.1}
-    if not given.get("disable_moe_token_dropping"):
-        values["moe_train_capacity_factor"] = 1.0
-    if not given.get("disable_moe_top2_2nd_expert_sampling"):
-        values["moe_top2_2nd_expert_sampling"] = True
+    values: dict[str, Any] = {name: False for name in ("swiglu", "disable_bias_linear")}
+    if given.keys() & {"deepspeed", *(row.theirs for row in OF_DEEPSPEED)}:
+        values |= {"topk": 1, "expert_interval": 2, "moe_loss_coeff": 0.1}
+        if not given.get("disable_moe_token_dropping"):
+            values["moe_train_capacity_factor"] = 1.0
+        if not given.get("disable_moe_top2_2nd_expert_sampling"):
+            values["moe_top2_2nd_expert_sampling"] = True
     return values
 
 

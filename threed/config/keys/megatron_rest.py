@@ -10,7 +10,7 @@ _ONE = (1,)
 _ALWAYS = (  # (what is true here, the options that ask for it or choose how it is done)
     ("it always overlaps",
      "overlap_grad_reduce overlap_param_gather* tp_comm_* overlap_p2p_comm* no_overlap_p2p* "
-     "align_grad_reduce "
+     "align_grad_reduce align_param_gather "
      "no_async_tensor_model_parallel_allreduce use_ring_exchange_p2p"),
     ("torchrun's place and NCCL's buffers change no numbers",
      "distributed_backend master_* node_rank rdzv_* local_rank lazy_mpu_init use_nccl_ub nccl_* ddp_* "
@@ -65,7 +65,7 @@ _MISSING = (  # (what threed has not, the options that ask for it)
     ("curriculum", "curriculum_learning* data_efficiency_*"),
     ("random layer-wise token dropping", "random_ltd"),
     ("rotation of pairs: it turns halves of a head", "rotary_interleaved"), ("squared ReLU", "squared_relu"),
-    ("exact GELU: it has the tanh form", "no_bias_gelu_fusion onnx_safe"),
+    ("exact GELU: it has the tanh form", "onnx_safe"),
     ("gated GELU: of gated activations it has swiglu", "gated_linear_unit quick_geglu"),
     ("uniform initial weights", "init_method_xavier_uniform"),
     ("layers left as they are built: initial weights are those of model.init_std", "no_initialization"),
@@ -86,6 +86,7 @@ _MISSING = (  # (what threed has not, the options that ask for it)
 )
 WITHOUT_VALUE = (
     Key("exit_duration_in_mins", "run.stop_after (such as 230m)", take.stop_after),
+    Key("no_bias_gelu_fusion", NOTHING + "threed has no exact GELU: it has the tanh form", take.of_gelu),
     Key("exit_interval", NOTHING + "run.stop_after ends a job by its time, train.steps a run",
         take.exit_interval),
     Key("dataloader_type", NO_KEY + "each source is shuffled by train.seed", take.one_order),

@@ -13,6 +13,9 @@ GPT2_VOCABULARY = 50257
 SHAPES = {"constant": "constant", "linear": "linear", "cosine": "cosine", "WSD": "wsd"}
 NORMS = {"LayerNorm": "layernorm", "layernorm": "layernorm", "RMSNorm": "rmsnorm", "rmsnorm": "rmsnorm"}
 POSITIONS = {"learned_absolute": "learned", "rope": "rotary", "rotary": "rotary"}
+DTYPES = {**dict.fromkeys(("fp32", "32", "float32", "float"), "fp32"),
+          **dict.fromkeys(("bf16", "bfloat16", "bf16_mixed"), "bf16"),
+          **dict.fromkeys(("fp16", "float16", "half", "fp16_mixed", "16_mixed"), "fp16")}
 BACKENDS = {"auto": "auto", "flash": "flash", "fused": "cudnn"}
 PIECES = {"core_attn": "attention", "layernorm": "norm"}
 _YEAR = 365 * 24 * 60  # minutes
@@ -57,6 +60,16 @@ def least_batch(given: Given) -> dict[str, Any]:
         return {"global_batch_size": dp(None, given)["parallel.dp"] * given.get("micro_batch_size", 1)}
     except (Dropped, Refused, InputError, TypeError):
         return {}
+
+
+def precision(value: Any, given: Given) -> str:
+    """megatron.core's params_dtype, and the names of Megatron-Bridge's mixed_precision."""
+    if given.get("bf16") or given.get("fp16"):
+        raise Dropped("--bf16 or --fp16 says it")
+    name = str(value).removeprefix("torch.").replace("-", "_")
+    if name not in DTYPES:
+        raise Refused(f"threed has no precision like {value}: precision.dtype is fp32, bf16 or fp16")
+    return DTYPES[name]
 
 
 def steps_of(samples: Any, given: Given) -> int:
@@ -287,6 +300,12 @@ def one_order(value: Any, _: Given) -> Any:
     if value != "single":
         raise Refused(f"threed has no order of samples like {value}: each source is shuffled by train.seed")
     raise Dropped("each source is shuffled by train.seed")
+
+
+def of_gelu(_: Any, given: Given) -> Any:
+    if given.get("swiglu"):
+        raise Dropped("it is about GELU")
+    raise Refused("threed has no exact GELU: it has the tanh form")
 
 
 def rotary_alone(value: Any, given: Given) -> Any:

@@ -199,27 +199,14 @@ GPT_345M = """--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-
     --lr-warmup-fraction .01 --clip-grad 1.0 --fp16 --vocab-file gpt2-vocab.json --merge-file gpt2-merges.txt
     --split 949,50,1 --data-path my-gpt2_text_document --save ckpt --load ckpt --save-interval 10000
     --eval-interval 1000 --eval-iters 10 --log-interval 100"""
-GPT3 = """#!/bin/bash
-GPUS_PER_NODE=8   # of each machine
-NUM_NODES=${NODES:-256}
-CHECKPOINT_PATH=$1
-DATA_PATH=$2
-MODEL=(
-    --num-layers 96  # as in the paper
-    --hidden-size 12288
-    --num-attention-heads 96 --seq-length 2048 --max-position-embeddings 2048
-)
-TRAINING=(--micro-batch-size 1 --global-batch-size 1536 --train-samples 146484375
-    --rampup-batch-size 16 16 5859375
+GPT3 = """torchrun --nproc_per_node 8 --nnodes 256 pretrain_gpt.py --num-layers 96 --hidden-size 12288
+    --num-attention-heads 96 --seq-length 2048 --max-position-embeddings 2048 --micro-batch-size 1
+    --global-batch-size 1536 --train-samples 146484375 --rampup-batch-size 16 16 5859375
     --lr 6.0e-5 --min-lr 6.0e-6 --lr-decay-style cosine --lr-warmup-samples 183105
-    --lr-decay-samples 126953125
-    --adam-beta2 0.95 --weight-decay 0.1 --init-method-std 0.006 --bf16
-    --hidden-dropout 0 --attention-dropout 0)
-PARALLEL=(--tensor-model-parallel-size 8 --pipeline-model-parallel-size 16 --sequence-parallel
-          --num-layers-per-virtual-pipeline-stage 3)
-torchrun --nproc_per_node $GPUS_PER_NODE --nnodes $NUM_NODES pretrain_gpt.py ${MODEL[@]} ${TRAINING[@]} \\
-    ${PARALLEL[@]} --vocab-file vocab.json --data-path $DATA_PATH --save "$CHECKPOINT_PATH"
-"""
+    --lr-decay-samples 126953125 --adam-beta2 0.95 --weight-decay 0.1 --init-method-std 0.006 --bf16
+    --hidden-dropout 0 --attention-dropout 0 --tensor-model-parallel-size 8
+    --pipeline-model-parallel-size 16 --sequence-parallel --num-layers-per-virtual-pipeline-stage 3
+    --vocab-file vocab.json --data-path data/text_document --save ckpt"""
 LLAMA = """--num-layers 32 --hidden-size 4096 --ffn-hidden-size {ffn} --num-attention-heads 32 --swiglu
     --normalization RMSNorm --position-embedding-type rope --rotary-base {base} --disable-bias-linear
     --untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0 --bf16
@@ -238,66 +225,31 @@ LLAMA_3 = LLAMA.format(ffn=14336, base=500000, length=8192, vocab=128256) + (
     ids=["GPT 345M", "GPT-3 175B", "Llama 2 7B", "Llama 3 8B"])
 def test_megatron(text, devices, count, published, tmp_path):
     """Parameters are the published ones, and the config can run."""
-    if text is GPT3:
-        (tmp_path / "train.sh").write_text(text)
-        text = str(tmp_path / "train.sh")
     done = megatron(text, devices=devices)
     assert num_parameters(done.config.model) == count == pytest.approx(published, rel=0.03)
     check(done, tmp_path)
 
 
-def test_megatrons_script(tmp_path):
-    """Arrays, comments, variables and their defaults; samples are steps; what comes from outside is said."""
-    (tmp_path / "train.sh").write_text(GPT3)
-    done = megatron(str(tmp_path / "train.sh"))
+def test_samples_are_steps():
+    """And a launch line gives the number of ranks."""
+    done = megatron(GPT3)
     config = done.config
     assert (config.parallel.tp, config.parallel.pp, config.parallel.dp) == (8, 16, 16)
     assert (config.parallel.schedule, config.parallel.virtual_stages) == ("interleaved", 2)
     assert (config.train.steps, config.optimizer.warmup_steps, config.optimizer.decay_steps) == (95367, 119,
                                                                                                  82652)
     assert config.model.vocab == 50257 and config.model.vocab_multiple == 1024 and config.zero.stage == 0
-    assert "$DATA_PATH" in done.refused["--data-path"] and "--rampup-batch-size" in done.refused
-    assert "--save" in done.refused and "grows" in done.refused["--rampup-batch-size"]
+    assert "grows" in done.refused["--rampup-batch-size"]
 
 
-STRINGS = """#!/bin/bash
-NUM_GPUS=$(nvidia-smi --query-gpu=name --format=csv,noheader | wc -l)  # whose options are not Megatron's
-NODES=2; SEQ=1024
-SAVE=<Specify path>
-tokens=$((300 * 1000000))
-GPT_ARGS=" \\
-    --num-layers 24 \\
-    --hidden-size $((16*64)) --num-attention-heads 16 --seq-length ${SEQ} --micro-batch-size 4 \\
-    --train-samples $(( tokens / ${SEQ} )) --lr 1e-4 --train-data $NUM_GPUS --normalization rmsnorm \\
-    --save $SAVE
-"
-if [ "${zero}" = "true" ]; then
-GPT_ARGS="${GPT_ARGS} \\
-    --zero-stage 2 --checkpoint-activations"
-fi
-OUTPUT_ARGS="
-    --log-interval 10 \\
-    --vocab-size 50304 \\ 
-"
-deepspeed pretrain_gpt.py $GPT_ARGS $OUTPUT_ARGS --tensor-model-parallel-size 2 --load $SAVE &>> ${log}/a.log
-"""
-
-
-def test_options_in_strings(tmp_path):
-    """The usual form of a script: options in quoted variables, which a command or another file uses;
-    arithmetic; Megatron-DeepSpeed's own options; a batch size that is not given."""
-    (tmp_path / "train.sh").write_text(STRINGS)
-    done = megatron(str(tmp_path / "train.sh"), devices=8)
+def test_a_batch_size_that_is_not_given():
+    """A micro-batch for each replica."""
+    done = megatron("--micro-batch-size 4 --train-samples 640 --zero-stage 2 --checkpoint-activations "
+                    "--tensor-model-parallel-size 2 --normalization rmsnorm", devices=8)
     config = done.config
-    assert (config.model.layers, config.model.hidden, config.model.vocab, config.model.norm) == (
-        24, 1024, 50304, "rmsnorm")
     assert (config.train.global_batch_size, config.train.micro_batch_size, config.parallel.dp) == (16, 4, 4)
-    assert config.train.steps == round(300e6 // 1024 / 16)
-    assert (config.zero.stage, config.activation.policy, config.parallel.tp) == (2, "full", 2)
-    assert set(done.refused) == {"--train-data", "--save", "--load"}
-    assert done.notes == ['line 12: whether [ "${zero}" = "true" ] holds is not known: what it sets or runs '
-                          'counts']
-    check(done, tmp_path)
+    assert (config.train.steps, config.zero.stage, config.activation.policy, config.model.norm) == (
+        40, 2, "full", "rmsnorm")
 
 
 def test_tokens_of_megatron_deepspeed():
@@ -315,8 +267,7 @@ def test_megatrons_yaml(tmp_path):
     file = tmp_path / "model_config.yaml"
     file.write_text("ENV_VARS: {A: 1}\nMODEL_ARGS:\n  --num-layers: 4\n  --swiglu: true\n  --bf16: false\n"
                     "  --split: 99,1,0\n  --save: ${PLACE}\n  --train-samples: 640\n")
-    with pytest.raises(InputError, match="--global-batch-size must be given"):
-        megatron(str(file))
+    assert "it needs --global-batch-size" in megatron(str(file)).refused["--train-samples"]
     done = megatron(str(file), "train.global_batch_size=64")
     assert (done.config.model.layers, done.config.model.activation, done.config.precision.dtype) == (
         4, "swiglu", "fp32")
@@ -329,11 +280,10 @@ def test_megatrons_yaml(tmp_path):
         megatron(str(file))
 
 
-def test_a_script_knows_its_own_options(tmp_path):
-    """An unknown option that is typed is a slip of the pen; in a script it is another program's or
-    version's."""
-    (tmp_path / "train.sh").write_text("python pretrain_gpt.py --num-layers 4 --data-path2 x")
-    assert "does not know" in megatron(str(tmp_path / "train.sh")).refused["--data-path2"]
+def test_a_launch_line_knows_its_own_options(tmp_path):
+    """An unknown option that is typed is a slip of the pen; in a launch line it is another version's."""
+    (tmp_path / "line").write_text("python pretrain_gpt.py --num-layers 4 --data-path2 x")
+    assert "does not know" in megatron(str(tmp_path / "line")).refused["--data-path2"]
 
 
 def test_megatrons_defaults():
@@ -384,10 +334,9 @@ def test_options(text, values):
     ("--num-layers abc", "model.layers=abc"), ("none.sh", "cannot be read"), ("--lr 'x", "cannot be read as"),
     ("--hidden-size 100 --num-attention-heads 8", "add KEY=VALUE to the command"),
     ("--num-layers-per-virtual-pipeline-stage 2 --num-layers 8", "pipeline-model-parallel-size above 1"),
-    ("--train-samples 10", "--global-batch-size must be given"),
     ("--train-iters 5 --train-samples 64 --global-batch-size 8", "contradict each other: train.steps"),
     ("--split a,b", "--split a,b"), ("--recompute-granularity most", "must be full or selective"),
-    ("pretrain.py and words", "has no option")])
+    ("pretrain.py and words", "and is no option: options begin with --")])
 def test_bad_options(text, words):
     with pytest.raises(InputError) as caught:
         megatron(text)

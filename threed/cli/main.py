@@ -27,7 +27,7 @@ from threed.cli import hf as cli_foreign
 from threed.cli import inference as cli_learned
 from threed.cli import options as of
 from threed.cli.options import UsageError, documented, error_document, exclude, instead, is_given
-from threed.cli.runs import EXAMPLES, convert, files, init, runs, trace, write_file
+from threed.cli.runs import EXAMPLES, ConvertCommand, convert, files, init, runs, trace, write_file
 from threed.comm.environment import speaks_for_machine
 from threed.config import load as configs
 from threed.monitor.folders import to_train
@@ -294,7 +294,8 @@ def compare(run: of.RunPath, as_json: of.Json = False) -> None:
 
 
 cli_foreign.register(app)
-app.command(short_help="convert a config of DeepSpeed or options of Megatron-LM")(convert)
+app.command(cls=ConvertCommand,
+            short_help="convert a config of DeepSpeed or arguments of Megatron-LM")(convert)
 app.command(short_help="write a first config, with comments")(init)
 app.command(short_help="list runs: state, step, loss, speed, age")(runs)
 app.command(short_help="list the files that come with threed, or say where one is")(files)

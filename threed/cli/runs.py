@@ -4,6 +4,8 @@ what they need when they are called, so that `threed train` does not wait for it
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,6 +15,8 @@ import typer
 from threed.base.errors import ConfigError, InputError, PlanError
 from threed.base.quantity import many
 from threed.cli.options import Json, NewFile, RunPath, Size, Yes, keys
+
+_OVERRIDE = re.compile(r"[a-z]+\.[a-z_]+=")
 
 # A call of each command, which its help ends with.
 EXAMPLES = {
@@ -44,8 +48,9 @@ Overrides = Annotated[list[str] | None,
                       typer.Argument(metavar="[KEY=VALUE]...", autocompletion=keys,
                                      help="win over what is converted: model.name=llama3-8b")]
 Options = Annotated[str | None,
-                    typer.Option(metavar='"ARGS"|FILE',
-                                 help="Megatron-LM's options, or a file or script that has them")]
+                    typer.Option(metavar="FILE|-- ARGS",
+                                 help="Megatron-LM's arguments: behind --, or a file: a list of them, a log "
+                                      "of a run, which begins with them, or a YAML")]
 Devices = Annotated[int | None, typer.Option(help="of all machines; tp and pp leave the rest to dp")]
 Version = Annotated[str | None, typer.Option(metavar="X.Y.Z", help="whose defaults count (the newest)")]
 Memory = Annotated[str | None, typer.Option(metavar="BYTES", help="of a device, such as 80GB")]
@@ -53,13 +58,28 @@ Positions = Annotated[int | None, typer.Option(min=1, help="pipeline positions: 
 Data = Annotated[str | None, typer.Option(metavar="PATH", help="text, JSONL, or a Megatron prefix")]
 
 
+class ConvertCommand(typer.core.TyperCommand):
+    """Behind `--megatron --` stand the arguments of another program, and overrides of ours."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        begin = next((place for place, word in enumerate(args[1:], 1)
+                      if word == "--" and args[place - 1] == "--megatron"), None)
+        if begin is not None:
+            theirs = [word for word in args[begin + 1:] if not _OVERRIDE.match(word)]
+            ours = [word for word in args[begin + 1:] if _OVERRIDE.match(word)]
+            args = [*args[:begin], shlex.join(theirs), *ours]
+        return super().parse_args(ctx, args)
+
+
 def convert(source: DsConfig = None, overrides: Overrides = None, megatron: Options = None,
             devices: Devices = None, deepspeed_version: Version = None, as_json: Json = False) -> None:
-    """Convert a DeepSpeed config or Megatron-LM's options. Prints a YAML that `threed check` accepts, and at
-    its end, as comments, each key that was dropped or refused, with the reason. Defaults that differ are
+    """Convert a DeepSpeed config or Megatron-LM's arguments. Prints a YAML that `threed check` accepts, and
+    at its end, as comments, each key that was dropped or refused, with the reason. Defaults that differ are
     written out.
 
-    threed convert --megatron pretrain.sh --devices 64 > my.yaml
+    threed convert --devices 64 --megatron train.log > my.yaml
+
+    threed convert --megatron -- --num-layers 24 --hidden-size 1024 > my.yaml
     """
     from threed.interop import convert as converting
 
@@ -71,8 +91,8 @@ def convert(source: DsConfig = None, overrides: Overrides = None, megatron: Opti
             raise InputError("--megatron and --deepspeed-version exclude each other: leave one of them out")
         done = converting.megatron(megatron, words, devices)
     elif source is None:
-        raise InputError("give DeepSpeed's ds_config.json, or --megatron with Megatron-LM's options in "
-                         "quotes, or a file that has them")
+        raise InputError("give DeepSpeed's ds_config.json, or --megatron with a file that has "
+                         "Megatron-LM's arguments, or with -- and the arguments")
     else:
         done = converting.deepspeed(source, words, devices, deepspeed_version)
     print(json.dumps(converting.document(done), indent=1) if as_json else converting.show(done))

@@ -75,7 +75,7 @@ def arguments(text: str) -> Given:
 
 
 def _text_of(text: str) -> tuple[Given, str]:
-    if not text.lstrip().startswith("-") and len(text) < _LONGEST and "\n" not in text:
+    if text.strip() and not text.lstrip().startswith("-") and len(text) < _LONGEST and "\n" not in text:
         path = Path(text)
         if path.suffix in (".json", ".toml"):
             raise InputError(f"--megatron {path}: Megatron-LM's arguments are a list, a log or a YAML, "

@@ -75,6 +75,8 @@ def _literal(text: str) -> Any:
         value = ast.literal_eval(text)
     except (ValueError, SyntaxError, MemoryError, RecursionError):
         return text
+    if isinstance(value, list):
+        return [_literal(each) if isinstance(each, str) else each for each in value]
     return text if isinstance(value, (str, bytes, tuple)) else value
 
 
@@ -102,7 +104,7 @@ def setting(name: str, value: Any, values: dict[str, Any]) -> tuple[str, Any, bo
     says nothing. `values`: the table."""
     if name == "gated_linear_unit" and "silu" in str(values.get("activation_func")):
         name = "swiglu"
-    if name in _OF_DEEPSPEED and isinstance(value, bool):
+    if name in _OF_DEEPSPEED and "topk" in values and isinstance(value, bool):
         name, value = f"disable_{name}", not value
     option, value = option_of(name, value)
     row = MEGATRON.row(option)
@@ -122,12 +124,12 @@ def _is(value: Any, other: Any) -> bool:
 
 def _says_nothing(name: str, values: dict[str, Any]) -> bool:
     """Whether an argument has no effect with the others of its table."""
-    return is_derived(name) or (
-        name == "params_dtype" and bool({"bf16", "fp16"} & values.keys())) or (
-        name == "activation_func" and bool(values.get("gated_linear_unit"))) or (
-        name == "world_size" and "data_parallel_size" in values) or (
-        name == "padded_vocab_size" and values.get("vocab_size") is not None) or (
-        name == "data_parallel_sharding_strategy" and not (
-            values.get("use_megatron_fsdp") or values.get("use_custom_fsdp"))) or (
-        name == "main_grads_dtype" and not values.get("use_precision_aware_optimizer")) or (
-        name == "disable_moe_token_dropping" and "topk" not in values)
+    lost = {
+        "params_dtype": {"bf16", "fp16"} & values.keys(),
+        "activation_func": values.get("gated_linear_unit") or "gelu" in str(values.get(name)),
+        "world_size": values.get("data_parallel_size") is not None,
+        "padded_vocab_size": values.get("vocab_size") is not None,
+        "data_parallel_sharding_strategy": not (values.get("use_megatron_fsdp")
+                                                or values.get("use_custom_fsdp")),
+        "main_grads_dtype": not values.get("use_precision_aware_optimizer")}
+    return is_derived(name) or bool(lost.get(name))

@@ -80,7 +80,7 @@ def _sum(text: str) -> Any:
 def _frequency(value: Any, given: Given) -> dict[str, Any]:
     """A number n: every n-th block, the first one, too. A list, which may be written as a sum of products of
     lists: 1 for a block with experts."""
-    value = _single(value, {})
+    value = " ".join(map(str, value)) if isinstance(value, list) and "*" in value else _single(value, {})
     blocks = _sum(value) if isinstance(value, str) else value
     if isinstance(blocks, int) and blocks > 0:
         return {"model.moe_every": blocks}
@@ -93,8 +93,8 @@ def _frequency(value: Any, given: Given) -> dict[str, Any]:
     places = [place for place, block in enumerate(blocks) if block]
     first, every = places[0] if places else 0, places[1] - places[0] if len(places) > 1 else len(blocks)
     if not places or places != list(range(first, len(blocks), every)):
-        raise Refused(f"blocks {', '.join(map(str, places)) or 'none'} have experts; here it is every "
-                      "model.moe_every-th from model.first_dense on")
+        raise Refused(f"of {len(blocks)} blocks {', '.join(map(str, places)) or 'none'} would have experts; "
+                      "here it is every model.moe_every-th from model.first_dense on")
     return {"model.moe_every": every, "model.first_dense": first}
 
 

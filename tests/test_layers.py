@@ -174,7 +174,7 @@ def test_one_door_to_megatron():
 
 # What a plan is made of. The second names are for ranks.
 TORCH_FREE = ["base", "spec", "schedules", "schema", "models", "config", "program", "planner", "optim",
-              "interop.convert", "interop.shell", "comm.environment", "comm.rendezvous", "data.sampling",
+              "interop.convert", "interop.dump", "comm.environment", "comm.rendezvous", "data.sampling",
               "training.hooks"]
 RUN_LATER = ["models.measure", "models.own", "optim.step", "program.slots", "program.costs",
              "program.simulate"]

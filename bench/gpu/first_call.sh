@@ -18,7 +18,7 @@
 #     megatron-core==0.19.2 omegaconf==2.4.0 allpairspy==2.5.1
 #
 # (for another version of Python or another platform: --python-version, --platform and --implementation cp).
-# wandb, hjson, plotly and tree-sitter are not needed here. Nothing is fetched.
+# wandb, hjson and plotly are not needed here. Nothing is fetched.
 #
 # What it finds is in $OUT (default: build/first_call), written as it comes, so that whoever is killed leaves
 # what there was: summary.md (a row a part), log.txt (all output), hardware.yaml (of `threed calibrate`), gpu.md

@@ -1,5 +1,5 @@
-"""Arguments of Megatron-LM come as a list or a launch line; a script is refused, and no word of either is lost
-without a line."""
+"""Arguments of Megatron-LM come as a list or a launch line; a script is refused, and no word of either is
+lost without a line."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ EXPERTS = ("--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 96 --disab
            "--normalization RMSNorm")
 
 
-def convert(tmp_path: Path, text: str, *overrides: str, name: str = "args", **files: str) -> subject.Converted:
+def convert(tmp_path: Path, text: str, *overrides: str, name: str = "args",
+            **files: str) -> subject.Converted:
     for other, content in files.items():
         (tmp_path / other.replace("__", ".")).write_text(content)
     (tmp_path / name).write_text(text)
@@ -62,7 +63,7 @@ def test_lists_and_launch_lines(text, others, tmp_path):
     f"#!/bin/bash\n{LAUNCH} {TINY}", f"A=({TINY})\n{LAUNCH} ${{A[@]}}", f"A='{TINY}'\n{LAUNCH} $A",
     f"{LAUNCH} {TINY} $EXTRA", f"{LAUNCH} {TINY} --lr $(cat lr)", f"{LAUNCH} {TINY} --lr `cat lr`",
     f"{LAUNCH} {TINY} --save \"$HOME/x\"", f"{LAUNCH} {TINY} 2>&1 | tee log", f"{LAUNCH} {TINY} > log",
-    f"cd x && {LAUNCH} {TINY}", f"cd x; {LAUNCH} {TINY}", f"{LAUNCH} {TINY}\npython evaluate.py --seq-length 6",
+    f"cd x && {LAUNCH} {TINY}", f"cd x; {LAUNCH} {TINY}", f"{LAUNCH} {TINY}\npython evaluate.py --lr 6",
     f"python mix.py --split valid --out v.txt\n{LAUNCH} {TINY}", f"export A=1\n{LAUNCH} {TINY}",
     f"if true; then\n{LAUNCH} {TINY}\nfi", f": ${{L:=2}}\n{LAUNCH} --num-layers $L", f"ARGS=({TINY})",
     f"MODEL_ARGS='{TINY}'"])

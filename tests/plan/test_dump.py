@@ -14,8 +14,9 @@ from threed.interop import convert as subject
 # All arguments of Megatron-LM 0.15 for LLAMA on 8 ranks, in the form in which it prints them.
 LOG = (Path(__file__).parents[1] / "golden" / "megatron-llama.log").read_text()
 BEGIN, END = LOG.splitlines()[0], LOG.splitlines()[-1]
-LLAMA = ("--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
-         "--micro-batch-size 1 --global-batch-size 16 --lr 1e-3 --train-iters 100 --lr-decay-style cosine "
+LLAMA = ("--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 "
+         "--max-position-embeddings 64 --micro-batch-size 1 --global-batch-size 16 --lr 1e-3 "
+         "--train-iters 100 --lr-decay-style cosine "
          "--lr-warmup-fraction 0.1 --swiglu --disable-bias-linear --normalization RMSNorm "
          "--position-embedding-type rope --untie-embeddings-and-output-weights --bf16 "
          "--use-distributed-optimizer --tensor-model-parallel-size 2 --sequence-parallel --vocab-size 512 "

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from threed.base.errors import ConfigError, InputError, PlanError
 from threed.base.quantity import many
@@ -58,7 +59,7 @@ Positions = Annotated[int | None, typer.Option(min=1, help="pipeline positions: 
 Data = Annotated[str | None, typer.Option(metavar="PATH", help="text, JSONL, or a Megatron prefix")]
 
 
-class ConvertCommand(typer.core.TyperCommand):
+class ConvertCommand(TyperCommand):
     """Behind `--megatron --` stand the arguments of another program, and overrides of ours."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

@@ -126,7 +126,7 @@ def _says_nothing(name: str, values: dict[str, Any]) -> bool:
     """Whether an argument has no effect with the others of its table."""
     lost = {
         "params_dtype": {"bf16", "fp16"} & values.keys(),
-        "activation_func": values.get("gated_linear_unit") or "gelu" in str(values.get(name)),
+        "activation_func": values.get("gated_linear_unit"),
         "world_size": values.get("data_parallel_size") is not None,
         "padded_vocab_size": values.get("vocab_size") is not None,
         "data_parallel_sharding_strategy": not (values.get("use_megatron_fsdp")

@@ -70,8 +70,8 @@ KEYS = (
     _key("ep_size", NOTHING + "DeepSpeed reads autoep_size; here it is parallel.ep"),
     _key("num_experts", NOTHING + "DeepSpeed finds them in the model; here it is model.experts"),
     _key("*", NOTHING + "threed has no such setting of experts"),
-    *(Key(name, NOTHING + "DeepSpeed does not read it in training; experts are model.family=moe with "
-          "model.experts and parallel.ep") for name in ("moe", "moe.*")),
+    Key("moe.*", NOTHING + "DeepSpeed does not read it in training; experts are model.family=moe with "
+        "model.experts and parallel.ep"),
     Key("use_data_before_expert_parallelism",
         NO_KEY + "runs of neighbouring ranks hold all experts, which changes no number"),
 )

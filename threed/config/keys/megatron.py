@@ -10,7 +10,7 @@ from typing import Any
 
 from threed.config.keys import megatron_values as take
 from threed.config.keys.megatron_experts import KEYS as OF_EXPERTS
-from threed.config.keys.megatron_experts import defaults_of_experts, gate, no_biases
+from threed.config.keys.megatron_experts import biases, defaults_of_experts, gate
 from threed.config.keys.megatron_rest import WITHOUT_VALUE
 from threed.config.keys.table import NO_KEY, NOTHING, Framework, Given, Key
 
@@ -52,7 +52,8 @@ ROWS = (
     Key("rope_scaling_factor", NO_KEY + "the first number of model.rope_scaling"),
     Key("seq_length", "model.seq_len"),
     Key("max_position_embeddings", NO_KEY + "model.seq_len", take.positions),
-    Key("swiglu", "model.activation (swiglu)", gate),
+    Key("swiglu", "model.activation=swiglu"),
+    Key("activation_func", "model.activation (gelu; of gated ones it has swiglu)", gate),
     Key("normalization", "model.norm", take.one_of(take.NORMS, "norm")),
     Key("norm_epsilon", "model.norm_eps"),
     Key("layernorm_epsilon", "model.norm_eps"),
@@ -64,7 +65,8 @@ ROWS = (
     Key("rotary_percent", NO_KEY + "all of a head is rotated", take.whole_share),
     Key("no_position_embedding", NO_KEY + "model.position=rotary has no table of positions",
         take.rotary_alone),
-    Key("disable_bias_linear", "model.bias (false)", no_biases),
+    Key("disable_bias_linear", "model.bias=false"),
+    Key("add_bias_linear", "model.bias", biases),
     Key("untie_embeddings_and_output_weights", "model.tie_embeddings=false"),
     Key("make_vocab_size_divisible_by",
         "model.vocab_multiple (it x parallel.tp gives the same padding)", lambda value, given: value *

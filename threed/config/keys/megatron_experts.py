@@ -43,16 +43,20 @@ def _experts(value: Any, given: Given) -> dict[str, Any]:
             "model.tie_embeddings": not given.get("untie_embeddings_and_output_weights")}
 
 
-def gate(on: bool, _: Given) -> str:
-    if not on:
-        raise Refused("experts have a gate here (model.activation=swiglu)")
-    return "swiglu"
+def gate(value: Any, given: Given) -> str:
+    """megatron.core's activation_func, without a gate."""
+    if _has(given):
+        raise Refused("experts have a gate here, as by --swiglu (model.activation=swiglu)")
+    if str(value).rpartition(".")[2] != "gelu":
+        raise Refused(f"threed has gelu and swiglu, and no {value}")
+    return "gelu"
 
 
-def no_biases(off: bool, _: Given) -> bool:
-    if not off:
-        raise Refused("experts have no biases here (model.bias=false)")
-    return False
+def biases(value: Any, given: Given) -> bool:
+    """megatron.core's add_bias_linear."""
+    if value and _has(given):
+        raise Refused("experts have no biases here, as by --disable-bias-linear (model.bias=false)")
+    return bool(value)
 
 
 def _sum(text: str) -> Any:
@@ -219,7 +223,9 @@ def defaults_of_experts(given: Given) -> dict[str, Any]:
     """What is taken for options of experts that are not given; by Megatron-DeepSpeed other options."""
     if not _has(given):
         return {}
-    values: dict[str, Any] = {name: False for name in ("swiglu", "disable_bias_linear")}
+    values: dict[str, Any] = {"activation_func": "gelu"} if not given.get("swiglu") else {}
+    if not given.get("disable_bias_linear"):
+        values["add_bias_linear"] = True
     if given.keys() & {"deepspeed", *(row.theirs for row in OF_DEEPSPEED)}:
         values |= {"topk": 1, "expert_interval": 2, "moe_loss_coeff": 0.1}
         if not given.get("disable_moe_token_dropping"):

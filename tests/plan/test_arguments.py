@@ -109,7 +109,24 @@ def test_true_and_false_after_a_switch(text, key, expected):
     assert done.values.get(key) == expected and not done.refused
 
 
+@pytest.mark.parametrize("text, values", [
+    ("--optimizer lion --lion-beta1 0.9", {"optimizer.name": "lion", "optimizer.betas": [0.9, 0.98]}),
+    ("--use-custom-fsdp --data-parallel-sharding-strategy optim_grads", {"zero.stage": 2}),
+    ("--lr-decay-style WSD --lr-wsd-decay-style linear --lr-wsd-decay-samples 80 --global-batch-size 8",
+     {"optimizer.wsd_decay_steps": 10}),
+    ("--distribute-checkpointed-activations --recompute-granularity full --tensor-model-parallel-size 2",
+     {"activation.partition": True}),
+    ("--disable-jit-fuser --override-lr-scheduler --num-dataset-builder-threads 4", {}),
+    ("--mixed_precision bf16_mixed", {"precision.dtype": "bf16"}),
+    ("--num_moe_experts 8 --swiglu --disable-bias-linear", {"model.experts": 8})])
+def test_what_has_another_name_is_not_refused(text, values):
+    done = subject.megatron(f"{TINY} {text}", [])
+    assert {key: done.config.to_dict()[key.split(".")[0]][key.split(".")[1]] for key in values} == values
+    assert not done.refused
+
+
 @pytest.mark.parametrize("text, refused", [
+    ("--decoder-first-pipeline-num-layers 1", "--decoder-first-pipeline-num-layers"),
     ("--perform_initialization false", "--no-initialization"),
     ("--bias_gelu_fusion false", "--no-bias-gelu-fusion"), ("--some_new_switch false", "--some-new-switch"),
     ("--some-new-option 3", "--some-new-option"), ("--add_position_embedding false --position-embedding-type "

@@ -3,6 +3,7 @@ as people write them, and what options do elsewhere."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -216,3 +217,55 @@ def test_true_as_people_write_it(true, false, tmp_path):
     done = deepspeed(tmp_path, text)
     assert done.values["precision.dtype"] == "fp16" and done.values["precision.loss_scale"] == 8
     assert done.values["precision.reduce_dtype"] == "fp16"
+
+
+PARALLEL = {"autotp_size": 2}
+
+
+@pytest.mark.parametrize("values, expected", [
+    ({"tensor_parallel": PARALLEL | {"preset_model": "llama"}}, {"parallel.tp": 2}),
+    ({"tensor_parallel": PARALLEL | {"partition_config": {"use_default_specs": False, "layer_specs": [
+        {"patterns": ["o_proj"], "partition_type": "row"}]}}}, {"parallel.tp": 2}),
+    ({"tensor_parallel": PARALLEL | {"tp_overlap_comm": True, "dtype": "bf16", "keep_module_on_host": False}},
+     {"parallel.tp": 2}),
+    ({"tensor_parallel": {"tp": {"tp_size": 2, "tp_grain_size": 64}}}, {"parallel.tp": 2}),
+    ({"tensor_parallel": {"autotp_size": 0}}, {"parallel.tp": None}),
+    ({"zero_optimization": {"stage": 3, "param_persistence_threshold": 1e4, "prefetch_bucket_size": 5e7,
+                            "max_live_parameters": 1e9, "allgather_sequential": True}},
+     {"zero.persist_below": 10_000}),
+    ({"bf16": {"enabled": True, "check_overflow": True}}, {"train.on_nonfinite": "skip"}),
+    ({"gradient_allreduce_op": "mean", "log_level": "info", "managed_gradient_accumulation": True}, {}),
+    ({"checkpoint": {"writer": {"type": "fast"}, "load_universal": True}}, {}),
+    ({"optimizer": {"type": "Adam", "legacy_fusion": True, "params": {"fused": True, "foreach": False}}},
+     {"optimizer.name": "adamw"})])
+def test_keys_of_deepspeed_that_were_not_known(values, expected, tmp_path):
+    done = deepspeed(tmp_path, json.dumps({"train_micro_batch_size_per_gpu": 1,
+                                           "gradient_accumulation_steps": 2} | values))
+    assert {key: done.values.get(key) for key in expected} == expected and not done.refused
+    assert subject.deepspeed(tmp_path / "ds.json", [], 4).config.dp == 4 // (expected.get("parallel.tp") or 1)
+
+
+@pytest.mark.parametrize("values, key, words", [
+    ({"expert_parallel": {"enabled": True, "ep_size": 4}}, "expert_parallel.ep_size", "it is parallel.ep"),
+    ({"expert_parallel": {"enabled": True, "num_experts": 8}}, "expert_parallel.num_experts",
+     "it is model.experts"),
+    ({"moe": {"enabled": True, "ep_size": 4}}, "moe.ep_size", "model.experts and parallel.ep"),
+    ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op", "not a sum over ranks"),
+    ({"sequence_parallel_size": 2}, "sequence_parallel_size", "cut over ranks"),
+    ({"tensor_parallel": {"enabled": True}}, "tensor_parallel.enabled", "does not know"),
+    ({"monitor": {"enabled": True}}, "monitor.enabled", "does not know")])
+def test_no_other_section_is_blamed(values, key, words, tmp_path):
+    """A key that is alike in another section is no slip of the pen."""
+    done = deepspeed(tmp_path, json.dumps({"train_batch_size": 8} | values))
+    assert words in done.refused[key]
+
+
+@pytest.mark.parametrize("values, words", [
+    ({"zero_optimisation": {"stage": 2}}, "did you mean zero_optimization.stage?"),
+    ({"fp16": {"enabeld": True}}, "did you mean fp16.enabled?"),
+    ({"optimiser": {"type": "Adam"}}, "did you mean optimizer.type?"),
+    ({"zero_optimization": {"stage3_prefetch_bucket_siz": 2}}, "did you mean stage3_prefetch_bucket_size?")])
+def test_slips_of_the_pen_in_a_section(values, words, tmp_path):
+    with pytest.raises(InputError) as caught:
+        deepspeed(tmp_path, json.dumps(values))
+    assert words in str(caught.value)

@@ -103,9 +103,9 @@ def _check_ranks(values: dict[str, Any], key: str, source: str) -> None:
 
 
 def _size(given: dict[str, Any], framework: Framework, key: str) -> int:
-    names = [row.theirs for row in framework.rows if row.key == key and row.theirs in given
-             and row.take is None]
-    return given[names[0]] if names else 1
+    """The size of an axis; 1 where nothing says another."""
+    return next((given[row.theirs] for row in framework.rows if row.key == key and row.theirs in given
+                 and row.take is None and row.asks(given[row.theirs])), 1)
 
 
 def _check_names(framework: Framework, unknown: list[str]) -> None:

@@ -227,7 +227,8 @@ ROWS = (
     Key("optimizer.params.momentum", NOTHING + "threed's sgd has no momentum"),
     Key("optimizer.params.adam_w_mode",
         "optimizer.name (adamw, whose weight decay is decoupled)", _decoupled),
-    Key("optimizer.params.torch_adam", NO_KEY + "adamw is torch's fused kernel, or native.c on the host"),
+    *(Key(f"optimizer.params.{name}", NO_KEY + "adamw is torch's fused kernel, or native.c on the host")
+      for name in ("torch_adam", "fused", "foreach", "capturable")),
     Key("optimizer.params.bias_correction", NO_KEY + "adamw always corrects its bias", _corrected),
     Key("optimizer.params.*", NOTHING + "threed's optimizers have no such number"),
     Key("scheduler.params.*", NOTHING + "threed's schedules have no such number"),

@@ -109,12 +109,12 @@ ROWS = (
     Key("loss_scale_window", "precision.loss_scale_window", take.of_fp16(int)),
     Key("hysteresis", "precision.hysteresis", take.of_fp16()),
     # Optimizer
-    Key("optimizer", "optimizer.name", take.one_of({"adam": "adamw", "sgd": "sgd"}, "optimizer")),
+    Key("optimizer", "optimizer.name", take.one_of(take.OPTIMIZERS, "optimizer")),
     Key("sgd_momentum", NOTHING + "threed's sgd has no momentum"),
     Key("lr", "optimizer.lr"),
     Key("min_lr", "optimizer.min_lr"),
-    Key("adam_beta1", "optimizer.betas", lambda value, given: [given["adam_beta1"], given["adam_beta2"]]),
-    Key("adam_beta2", "optimizer.betas", lambda value, given: [given["adam_beta1"], given["adam_beta2"]]),
+    *(Key(name, "optimizer.betas", take.betas(names, optimizer)) for optimizer, names in (
+        ("adam", ("adam_beta1", "adam_beta2")), ("lion", ("lion_beta1", "lion_beta2"))) for name in names),
     Key("adam_eps", "optimizer.eps"),
     Key("weight_decay", "optimizer.weight_decay"),
     Key("clip_grad", "optimizer.clip_grad"),
@@ -127,6 +127,8 @@ ROWS = (
     Key("lr_warmup_samples", "optimizer.warmup_steps (samples / train.global_batch_size)", take.steps_of),
     Key("lr_warmup_init", NOTHING + "warm-up begins at 0"),
     Key("lr_wsd_decay_iters", "optimizer.wsd_decay_steps"),
+    Key("lr_wsd_decay_samples", "optimizer.wsd_decay_steps (samples / train.global_batch_size)",
+        take.steps_of),
     Key("lr_wsd_decay_style", NO_KEY + "wsd decays linearly", take.decay_of_wsd),
     # Training and data
     Key("global_batch_size", "train.global_batch_size"),
@@ -209,6 +211,8 @@ def defaults(given: Given) -> dict[str, Any]:
     values |= defaults_of_experts(given)
     if given.get("optimizer") == "sgd":
         values["sgd_momentum"] = 0.9
+    if given.get("optimizer") == "lion":
+        values |= {"lion_beta1": 0.95, "lion_beta2": 0.98}
     if given.get("lr_decay_style") == "WSD":
         values["lr_wsd_decay_style"] = "exponential"
     return values

@@ -15,7 +15,8 @@ from threed.config.keys.megatron import MEGATRON
 _OPTIONS = {  # a name of megatron.core or Megatron-Bridge -> the option
     "num_moe_experts": "num_experts", "sequence_length": "seq_length",
     "virtual_pipeline_model_parallel_size": "num_virtual_stages_per_pipeline_rank",
-    "moe_router_topk_limited_devices": "moe_router_group_topk"}
+    "use_custom_fsdp": "use_megatron_fsdp",
+    "distribute_checkpointed_activations": "distribute_saved_activations"}
 _OPPOSITES = {  # a name -> the option that switches it off, where that is not no_ or disable_ before the name
     "add_bias_linear": "disable_bias_linear", "add_position_embedding": "no_position_embedding",
     "share_embeddings_and_output_weights": "untie_embeddings_and_output_weights",

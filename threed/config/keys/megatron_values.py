@@ -11,6 +11,7 @@ DOCUMENTS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
 RANKS = (("nproc_per_node", "nnodes"), ("num_gpus", "num_nodes"), ("num_processes", ""), ("world_size", ""))
 GPT2_VOCABULARY = 50257
 SHAPES = {"constant": "constant", "linear": "linear", "cosine": "cosine", "WSD": "wsd"}
+OPTIMIZERS = {"adam": "adamw", "sgd": "sgd", "lion": "lion"}
 NORMS = {"LayerNorm": "layernorm", "layernorm": "layernorm", "RMSNorm": "rmsnorm", "rmsnorm": "rmsnorm"}
 POSITIONS = {"learned_absolute": "learned", "rope": "rotary", "rotary": "rotary"}
 DTYPES = {**dict.fromkeys(("fp32", "32", "float32", "float"), "fp32"),
@@ -115,6 +116,19 @@ def distributed(value: Any, given: Given) -> Any:
     if given.get("use_megatron_fsdp"):
         raise Dropped("--data-parallel-sharding-strategy says what is sharded")
     return 1
+
+
+def units_of_stages(value: Any, _: Given) -> Any:
+    raise Refused(f"stages are even by default: set parallel.stage_units for {value}")
+
+
+def betas(names: tuple[str, str], optimizer: str):
+    def take(_: Any, given: Given) -> list[float]:
+        if given.get("optimizer", "adam") != optimizer:
+            raise Dropped(f"--optimizer is not {optimizer}")
+        return [given[name] for name in names]
+
+    return take
 
 
 def sequence_parallel(value: Any, given: Given) -> Any:

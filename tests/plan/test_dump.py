@@ -169,8 +169,15 @@ def test_a_dump_of_megatron_deepspeed(tmp_path):
      {"--novelty", "--deep"}),
     ("train: {train_iters: 5, eval_interval: 1000}\noptimizer: {lr: 1e-4, weight_decay: 0.0}",
      {"train.steps": 5, "train.eval_every": 1000, "optimizer.weight_decay": 0.0}, set()),
-    ("save: ${HOME}/x\nlr: 1", {"optimizer.lr": 1}, {"--save"})])
+    ("language_model: {activation_func: swiglu, layernorm_zero_centered_gamma: true}",
+     {"model.activation": "swiglu"}, set()), ("model.num_layers: 3", {"model.layers": 3}, set()),
+    ("save: ${HOME}/x\ntensorboard_dir: $T\nlr: 1", {"optimizer.lr": 1}, {"--save"})])
 def test_a_yaml_of_arguments(text, values, refused, tmp_path):
     """Each key that is not understood is a line, as an option of a list is."""
     done = convert(tmp_path, text, name="bridge.yaml")
     assert {key: done.values.get(key) for key in values} == values and set(done.refused) == refused
+
+
+def test_a_key_of_a_yaml_in_two_sections(tmp_path):
+    done = convert(tmp_path, "a: {seed: 1, lr: 1}\nb: {seed: 2, lr: 1}", name="two.yaml")
+    assert done.notes == ["seed is given as 1 and 2: the last is taken"] and done.values["train.seed"] == 2

@@ -64,7 +64,7 @@ def arguments(text: str) -> Given:
     too many values, and where the text is a script."""
     given, text = _text_of(text)
     if given.source.endswith((".yaml", ".yml")):
-        _take_table(given, dump.of_yaml(text, given.source))
+        _take_table(given, dump.of_yaml(text, given.source, given.notes))
     elif (values := dump.of_log(text, given.notes)) is not None:
         _take_table(given, values)
     else:
@@ -91,9 +91,12 @@ def _text_of(text: str) -> tuple[Given, str]:
 
 
 def _take_table(given: Given, values: dict[str, Any]) -> None:
-    """Takes a table of arguments, in which every one may stand with its default."""
+    """Takes a table of arguments, in which every one may stand with its default. In a YAML a $ begins a
+    variable."""
+    is_yaml = given.source.endswith((".yaml", ".yml"))
     for name, value in values.items():
-        if isinstance(value, str) and "$" in value:
+        row = MEGATRON.row(name)
+        if is_yaml and isinstance(value, str) and "$" in value and (row is None or row.key is not None):
             given.unknown[name] = f"its value, {value}, comes from outside the file"
             continue
         option, setting, is_usual = dump.setting(name, value, values)

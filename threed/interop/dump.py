@@ -80,8 +80,9 @@ def _literal(text: str) -> Any:
     return text if isinstance(value, (str, bytes, tuple)) else value
 
 
-def of_yaml(text: str, source: str) -> dict[str, Any]:
-    """{name: value} of MODEL_ARGS in a YAML, or of all keys of one, by the last part of their names."""
+def of_yaml(text: str, source: str, notes: list[str]) -> dict[str, Any]:
+    """{name: value} of MODEL_ARGS in a YAML, or of all keys of one, by the last part of their names. `notes`
+    gets what is there twice."""
     try:
         values = yaml.safe_load(text)
     except yaml.YAMLError as error:
@@ -94,8 +95,11 @@ def of_yaml(text: str, source: str) -> dict[str, Any]:
         if isinstance(value, dict):
             stack = [*value.items(), *stack]
         else:
-            plain = str(name).lstrip("-").replace("-", "_")
-            flat[plain] = _literal(value) if isinstance(value, str) else value
+            plain = str(name).lstrip("-").rpartition(".")[2].replace("-", "_")
+            value = _literal(value) if isinstance(value, str) else value
+            if not _is(flat.get(plain, value), value):
+                notes.append(f"{plain} is given as {flat[plain]} and {value}: the last is taken")
+            flat[plain] = value
     return flat
 
 
@@ -104,6 +108,8 @@ def setting(name: str, value: Any, values: dict[str, Any]) -> tuple[str, Any, bo
     says nothing. `values`: the table."""
     if name == "gated_linear_unit" and "silu" in str(values.get("activation_func")):
         name = "swiglu"
+    if name == "activation_func" and value == "swiglu":
+        name, value = "swiglu", True
     if name in _OF_DEEPSPEED and "topk" in values and isinstance(value, bool):
         name, value = f"disable_{name}", not value
     option, value = option_of(name, value)

@@ -15,7 +15,7 @@ from threed.config.keys.megatron import MEGATRON
 _OPTIONS = {  # a name of megatron.core or Megatron-Bridge -> the option
     "num_moe_experts": "num_experts", "sequence_length": "seq_length",
     "virtual_pipeline_model_parallel_size": "num_virtual_stages_per_pipeline_rank",
-    "use_custom_fsdp": "use_megatron_fsdp",
+    "use_custom_fsdp": "use_megatron_fsdp", "layernorm_zero_centered_gamma": "apply_layernorm_1p",
     "distribute_checkpointed_activations": "distribute_saved_activations"}
 _OPPOSITES = {  # a name -> the option that switches it off, where that is not no_ or disable_ before the name
     "add_bias_linear": "disable_bias_linear", "add_position_embedding": "no_position_embedding",

@@ -130,6 +130,11 @@ def test_convert(tmp_path):
     assert document["refused"] == {"sparse_gradients": "threed has no sparse gradients"}
     done = run("convert", "--megatron", "--num-layers 5", "model.heads=4", "model.hidden=64")
     assert "layers: 5" in done.stdout and "heads: 4" in done.stdout and "hidden: 64" in done.stdout
+    done = run("convert", "--devices", "8", "zero.stage=3", "--megatron", "--", "torchrun", "pretrain_gpt.py",
+               "--num-layers", "5", "--wandb-exp-name", "a b", "model.heads=4", "--hidden-size", "64")
+    assert all(word in done.stdout for word in ("layers: 5", "heads: 4", "hidden: 64", "dp: 8", "stage: 3",
+                                                "name: a b"))
+    assert "has no option" in str(run("convert", "--megatron", "--").exception)
     assert isinstance(run("convert").exception, InputError)
     done = run("convert", "--megatron", "--num-layers 5", "--deepspeed-version", "0.1")
     assert isinstance(done.exception, InputError) and "exclude each other" in str(done.exception)

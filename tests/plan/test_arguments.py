@@ -44,7 +44,7 @@ def check(done: subject.Converted, **others: Any) -> None:
     (f"{LAUNCH} \\\n{TINY}\n--bf16", {"parallel__dp": 4, "precision__dtype": "bf16"}),
     (f"OMP_NUM_THREADS=1 torchrun --nproc-per-node=8 --nnodes=2 --rdzv-id a x/pretrain_gpt.py {TINY}",
      {"parallel__dp": 16}),
-    (f"torchrun --nproc_per_node gpu pretrain_gpt.py {TINY}", {"parallel__dp": None}),
+    (f"torchrun --nproc_per_node gpu --nnodes 2 pretrain_gpt.py {TINY}", {"parallel__dp": None}),
     (f"python -m torch.distributed.run --nproc-per-node=2 t.py {TINY}", {"parallel__dp": 2}),
     (f"python -u -m megatron.train {TINY}", {"parallel__dp": None}),
     (f"deepspeed --num_gpus=8 --num_nodes 2 --hostfile h pretrain_gpt.py {TINY} --zero-stage 2",

@@ -19,7 +19,7 @@ from threed.config.keys.megatron_switches import is_switch, takes_several
 from threed.config.keys.megatron_values import RANKS
 from threed.interop import dump
 
-TYPED = "the options given"
+TYPED = "the list given"
 _LONGEST = 4096  # characters of a path
 _COMMENT = re.compile(r"""('[^']*'|"(?:[^"\\]|\\.)*"|\\.)|(?<!\S)#[^\n]*""", re.DOTALL)
 _OF_SHELL = re.compile(r".*[$`]|.*;$|[&|]{1,2}$|\d?[<>&]+|\w+\+?=\(", re.DOTALL)

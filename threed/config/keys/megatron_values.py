@@ -47,6 +47,8 @@ def dp(_: Any, given: Given) -> Any:
     if given["dp"] is not None:
         return {"parallel.dp": given["dp"]}
     each, machines = next((pair for pair in RANKS if pair[0] in given), RANKS[0])
+    if each not in given:
+        raise Dropped("how many ranks a machine has is not said: parallel.dp stays auto; give --devices")
     world = number(given, each) * (number(given, machines) if machines in given else 1)
     others = given.get("tensor_model_parallel_size", 1) * given.get("pipeline_model_parallel_size", 1)
     if world % others:

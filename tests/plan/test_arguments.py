@@ -209,6 +209,11 @@ def test_the_file_of_deepspeed_counts(tmp_path):
     assert done.config.zero.stage == 2 and "--deepspeed-config" in done.dropped
 
 
+def test_the_file_of_a_typed_launch_line(tmp_path):
+    (tmp_path / "ds.json").write_text(DS)
+    assert subject.megatron(f"{DEEPSPEED}{tmp_path}/ds.json", []).config.zero.stage == 2
+
+
 def test_contradictions_of_deepspeeds_file_are_said(tmp_path):
     done = convert(tmp_path, DEEPSPEED + "ds.json --loss-scale 12 --clip-grad 5 --zero-stage 1 --lr 1e-3",
                    ds__json=DS[:-1] + ', "optimizer": {"type": "Adam", "params": {"lr": 4}}, "amp": '

@@ -77,11 +77,11 @@ def arguments(text: str) -> Given:
 def _text_of(text: str) -> tuple[Given, str]:
     if text.strip() and not text.lstrip().startswith("-") and len(text) < _LONGEST and "\n" not in text:
         path = Path(text)
-        if path.suffix in (".json", ".toml"):
-            raise InputError(f"--megatron {path}: Megatron-LM's arguments are a list, a log or a YAML, "
-                             f"and no {path.suffix[1:].upper()}; threed convert {path} says what becomes of "
-                             "it")
         if path.is_file() or " " not in text.strip():
+            if path.suffix in (".json", ".toml"):
+                raise InputError(f"--megatron {path}: Megatron-LM's arguments are a list, a log or a YAML, "
+                                 f"and no {path.suffix[1:].upper()}; threed convert {path} says what becomes "
+                                 "of it")
             try:
                 return Given(str(path), path.parent), path.read_text(errors="replace")
             except OSError as error:

@@ -273,5 +273,5 @@ def test_what_llama_toy_trains_goes_out(tmp_path, monkeypatch):
     alone = load("configs/llama-toy.yaml", [*few, "parallel.dp=1", "train.global_batch_size=2"])
     close(ours(alone, monkeypatch), theirs(model)[..., :VOCAB])
     saved_after(load("configs/toy.yaml", [f"run.dir={tmp_path / 'toy'}", *few[1:], "model.layers=2"]), 1)
-    with pytest.raises(InputError, match=r"such as that of configs/llama-toy\.yaml"):
+    with pytest.raises(InputError, match=r"configs/llama-toy\.yaml is a small model"):
         export_model(tmp_path / "toy", tmp_path / "no")

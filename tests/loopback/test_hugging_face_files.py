@@ -26,8 +26,9 @@ from threed.config.load import load
 from threed.engine.engine import Engine
 from threed.interop.hf import exporting, tensors
 from threed.interop.hf import source as trained
-from threed.interop.hf.config import family_of, model_of, unfit, values_of, written
+from threed.interop.hf.config import family_of, model_of, values_of, written
 from threed.interop.hf.exporting import export_model
+from threed.interop.hf.fitting import unfit
 from threed.interop.hf.importing import import_model
 from threed.interop.hf.names import FAMILIES
 from threed.interop.hf.slices import blocks
@@ -89,7 +90,7 @@ def same(one: Path, other: Path) -> None:
     ({"attention_bias": True}, "attention_bias=True: threed has False alone"),
     ({"mlp_bias": True}, "mlp_bias=True"),
     ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling of type linear: threed has llama3"),
-    ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_scaling of type yarn"),
+    ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_parameters of type yarn"),
     ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "lacks a number"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
     ({"quantization_config": {"bits": 4}}, "quantization_config"),
@@ -365,7 +366,8 @@ def test_a_run_that_began_here(kind, tmp_path, monkeypatch):
 
 def test_what_no_family_can_hold(tmp_path):
     saved_after(at(tmp_path / "run", "model.activation=swiglu"), 1)
-    with pytest.raises(InputError, match=r"no model of transformers[\s\S]*llama has no model.norm=layernorm"):
+    with pytest.raises(InputError, match=r"no model of transformers .*A gpt2 is the nearest[\s\S]*"
+                                         r"model.position=learned, not rotary\n  - model.activation=gelu, "):
         export_model(tmp_path / "run", tmp_path / "back")
     assert not (tmp_path / "back").exists()
 

@@ -15,7 +15,7 @@ import torch
 
 from threed.base.errors import InputError
 from threed.interop.hf import sidecar as kept
-from threed.interop.hf.config import family_for
+from threed.interop.hf.fitting import family_for
 from threed.interop.hf.names import HFFamily, TensorRow
 from threed.interop.hf.places import ADAPTER, read
 from threed.interop.hf.slices import TensorPart

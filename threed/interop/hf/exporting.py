@@ -23,7 +23,8 @@ from threed.data.tokenizer_files import tokenizer_file
 from threed.data.tokens import prepare
 from threed.interop.hf import sidecar as kept
 from threed.interop.hf.adapters import merge, without
-from threed.interop.hf.config import family_for, written
+from threed.interop.hf.config import written
+from threed.interop.hf.fitting import family_for
 from threed.interop.hf.importing import TIED
 from threed.interop.hf.names import HFFamily, TensorRow
 from threed.interop.hf.places import INDEX, read

@@ -2,8 +2,9 @@
 
 A row of `weights` names a parameter of ours, their tensors, and the view of ours that these are; `{i}`
 stands for a block's number, `{x}` for that of an expert: such a row becomes one row an expert, which names
-that expert's part of our parameter. A row of `keys` names a key of config.json, the key of ours, and what
-transformers takes where config.json does not have it. To add a family is to add a table.
+that expert's part of our parameter. A row of `keys` names a key of config.json and the key of ours. What
+transformers takes where config.json does not have a key is in that row, or in `defaults` where families of
+one table differ. To add a family is to add a table.
 """
 
 from __future__ import annotations
@@ -82,10 +83,6 @@ class HfKey(NamedTuple):
     default: Any = NEEDED
     also: str = ""  # another name of it in some files
 
-    def of(self, config: Mapping[str, Any]) -> Any:
-        """Its value in a config.json, or its default."""
-        return config.get(self.theirs, config.get(self.also, self.default))
-
 
 @dataclass(frozen=True)
 class HFFamily:
@@ -100,10 +97,22 @@ class HFFamily:
     prefix: str  # of all names but the head's; some files leave it out
     longest: str = "max_position_embeddings"  # their key of the longest sequence
     dropped: tuple[str, ...] = ()  # ends of names of tensors that are no weights
-    heads: int | None = None  # their head_dim where config.json has none; None: hidden / heads
-    other: tuple[str, ...] = field(default=())  # keys that do not change what a model computes here
+    # Keys that a config.json may leave out -> what transformers takes then.
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    windows: str = ""  # whose attention a sliding_window cuts: that of all "layers", or by "kinds" of them
+    whole_heads: bool = False  # hidden must be a multiple of heads, whatever head_dim is
+    other: tuple[str, ...] = ()  # keys that do not change what a model computes here
     shared: str = ""  # their key of how many experts, each as large as another, compute all tokens
     best_of_group: int = 0  # a group of experts is as good as the sum of so many; 0: there are no groups
+
+    def completed(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """A config.json as transformers reads it: keys by their first name, and defaults for those that are
+        left out."""
+        named = {key.also: key.theirs for key in self.keys if key.also}
+        named |= {"max_position_embeddings": self.longest}
+        known = {named[name]: value for name, value in config.items() if name in named}
+        usual = {key.theirs: key.default for key in self.keys if key.default is not NEEDED}
+        return {**usual, **self.defaults, **known, **config}
 
     def rows(self, model: ModelConfig) -> dict[str, list[TensorRow]]:
         """Parameters that a model of ours may have -> their rows: one, or one an expert."""
@@ -140,7 +149,8 @@ _GPT2 = HFFamily(
         TensorRow("head.output.weight", ("lm_head.weight",), vocabulary),
     ),
     (
-        HfKey("n_layer", "layers", 12), HfKey("n_embd", "hidden", 768), HfKey("n_head", "heads", 12),
+        HfKey("n_layer", "layers", 12, "num_hidden_layers"), HfKey("n_embd", "hidden", 768, "hidden_size"),
+        HfKey("n_head", "heads", 12, "num_attention_heads"),
         HfKey("n_inner", "ffn_hidden", None), HfKey("vocab_size", "vocab", 50257),
         HfKey("layer_norm_epsilon", "norm_eps", 1e-5), HfKey("initializer_range", "init_std", 0.02),
         HfKey("resid_pdrop", "dropout", 0.1), HfKey("attn_pdrop", "attention_dropout", 0.1),
@@ -151,7 +161,7 @@ _GPT2 = HFFamily(
     {"activation_function": ("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "scale_attn_weights": (True,),
      "scale_attn_by_inverse_layer_idx": (False,), "add_cross_attention": (False,)},
     "transformer.", "n_positions", (".attn.bias", ".attn.masked_bias"),
-    other=("n_ctx", "reorder_and_upcast_attn"),
+    defaults={"n_positions": 1024, "embd_pdrop": 0.1}, other=("n_ctx", "reorder_and_upcast_attn"),
 )
 
 # ---------------------------------------------------------------- Llama and what is built like it
@@ -182,26 +192,33 @@ _LLAMA_FIXED = {"family": "llama", "position": "rotary", "norm": "rmsnorm", "act
                 "bias": False, "qkv_bias": None, "qk_norm": False, "dropout": 0.0}
 _LLAMA_ONLY = {"hidden_act": ("silu", "swish")}
 _WINDOWS = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
+_ROTARY = {"rope_theta": 1e4}
+_QWEN = {**_ROTARY, "num_key_value_heads": 32, "max_position_embeddings": 32768, "sliding_window": 4096,
+         "use_sliding_window": False, "max_window_layers": 28}
 
 _LLAMA = HFFamily("llama", "LlamaForCausalLM", _LLAMA_WEIGHTS, _LLAMA_KEYS, _LLAMA_FIXED,
                   {**_LLAMA_ONLY, "attention_bias": (False,), "mlp_bias": (False,)}, "model.",
-                  dropped=(".rotary_emb.inv_freq",), other=("pretraining_tp",))
+                  dropped=(".rotary_emb.inv_freq",), defaults={**_ROTARY, "max_position_embeddings": 2048},
+                  whole_heads=True, other=("pretraining_tp",))
 _MISTRAL = HFFamily("mistral", "MistralForCausalLM", _LLAMA_WEIGHTS, _LLAMA_KEYS, _LLAMA_FIXED, _LLAMA_ONLY,
-                    "model.", other=_WINDOWS)
+                    "model.", defaults={**_ROTARY, "num_key_value_heads": 8, "sliding_window": 4096,
+                                        "max_position_embeddings": 131072},
+                    windows="layers", other=_WINDOWS)
 _QWEN2 = HFFamily(
     "qwen2", "Qwen2ForCausalLM",
     (*_LLAMA_WEIGHTS,
      TensorRow("blocks.{i}.attention.qkv.bias", ("model.layers.{i}.self_attn.q_proj.bias",
                                                  "model.layers.{i}.self_attn.k_proj.bias",
                                                  "model.layers.{i}.self_attn.v_proj.bias"), by_group)),
-    _LLAMA_KEYS, {**_LLAMA_FIXED, "qkv_bias": True}, _LLAMA_ONLY, "model.", other=_WINDOWS)
+    _LLAMA_KEYS, {**_LLAMA_FIXED, "qkv_bias": True}, _LLAMA_ONLY, "model.", defaults=_QWEN, windows="kinds",
+    other=_WINDOWS)
 _QWEN3 = HFFamily(
     "qwen3", "Qwen3ForCausalLM",
     (*_LLAMA_WEIGHTS,
      TensorRow("blocks.{i}.attention.q_norm.weight", ("model.layers.{i}.self_attn.q_norm.weight",)),
      TensorRow("blocks.{i}.attention.k_norm.weight", ("model.layers.{i}.self_attn.k_norm.weight",))),
     _LLAMA_KEYS, {**_LLAMA_FIXED, "qk_norm": True}, {**_LLAMA_ONLY, "attention_bias": (False,)}, "model.",
-    heads=128, other=_WINDOWS)
+    defaults={**_QWEN, "head_dim": 128}, windows="kinds", other=_WINDOWS)
 
 # ---------------------------------------------------------------- mixtures of experts
 
@@ -220,9 +237,8 @@ def _of_experts(block: str, gate: str, up: str, down: str) -> tuple[TensorRow, .
 _QWEN3_NORMS = _QWEN3.weights[len(_LLAMA_WEIGHTS):]
 _EXPERTS_FIXED = {**_LLAMA_FIXED, "family": "moe", "router_score": "softmax", "normalize_top_k": True,
                   "routed_scale": 1.0, "expert_groups": 1, "groups_per_token": 1, "shared_expert_ffn": 0,
-                  "first_dense": 0, "moe_every": 1}
-_IN_TRAINING = ("router_aux_loss_coef", "router_jitter_noise", "output_router_logits", "aux_loss_alpha",
-                "seq_aux")
+                  "first_dense": 0, "moe_every": 1, "balance": "none"}
+_AUXILIARY = {"output_router_logits": False, "router_aux_loss_coef": 0.001}
 _QWEN3_NAMES = _of_experts("mlp", "gate_proj", "up_proj", "down_proj")
 
 _MIXTRAL = HFFamily(
@@ -230,16 +246,19 @@ _MIXTRAL = HFFamily(
     (*_LLAMA_WEIGHTS, *_of_experts("block_sparse_moe", "w1", "w3", "w2")),
     (*_LLAMA_KEYS, HfKey("num_local_experts", "experts", 8),
      HfKey("num_experts_per_tok", "experts_per_token", 2)),
-    {**_EXPERTS_FIXED, "balance": "sequence"}, _LLAMA_ONLY, "model.", other=(*_WINDOWS, *_IN_TRAINING))
+    _EXPERTS_FIXED, _LLAMA_ONLY, "model.",
+    defaults={"rope_theta": 1e6, "rms_norm_eps": 1e-5, "num_key_value_heads": 8,
+              "max_position_embeddings": 131072, **_AUXILIARY},
+    windows="layers", other=_WINDOWS)
 _QWEN3_MOE = HFFamily(
     "qwen3_moe", "Qwen3MoeForCausalLM", (*_LLAMA_WEIGHTS, *_QWEN3_NORMS, *_QWEN3_NAMES),
     (*_LLAMA_KEYS, HfKey("num_experts", "experts", 128, "num_local_experts"),
      HfKey("num_experts_per_tok", "experts_per_token", 8),
      HfKey("moe_intermediate_size", "expert_ffn_hidden", 768),
      HfKey("norm_topk_prob", "normalize_top_k", False)),
-    {**_EXPERTS_FIXED, "qk_norm": True, "balance": "sequence"},
+    {**_EXPERTS_FIXED, "qk_norm": True},
     {**_LLAMA_ONLY, "attention_bias": (False,), "decoder_sparse_step": (1,), "mlp_only_layers": ([], None)},
-    "model.", other=(*_WINDOWS, *_IN_TRAINING))
+    "model.", defaults={**_QWEN, "num_key_value_heads": 4, **_AUXILIARY}, windows="layers", other=_WINDOWS)
 _DOTS1 = HFFamily(
     "dots1", "Dots1ForCausalLM",
     (*_LLAMA_WEIGHTS, *_QWEN3_NORMS, *_QWEN3_NAMES,
@@ -248,13 +267,17 @@ _DOTS1 = HFFamily(
                                                "model.layers.{i}.mlp.shared_experts.up_proj.weight"),
                gate_and_up),
      TensorRow("blocks.{i}.shared.down.weight", ("model.layers.{i}.mlp.shared_experts.down_proj.weight",))),
-    (*_LLAMA_KEYS, HfKey("n_routed_experts", "experts"), HfKey("num_experts_per_tok", "experts_per_token"),
+    (*_LLAMA_KEYS, HfKey("n_routed_experts", "experts", NEEDED, "num_local_experts"),
+     HfKey("num_experts_per_tok", "experts_per_token"),
      HfKey("moe_intermediate_size", "expert_ffn_hidden"), HfKey("norm_topk_prob", "normalize_top_k", False),
      HfKey("routed_scaling_factor", "routed_scale", 1.0), HfKey("first_k_dense_replace", "first_dense", 0),
      HfKey("n_group", "expert_groups", 1), HfKey("topk_group", "groups_per_token", 1)),
     {**_EXPERTS_FIXED, "qk_norm": True, "router_score": "sigmoid", "balance": "bias"},
     {**_LLAMA_ONLY, "attention_bias": (False,)}, "model.",
-    other=(*_WINDOWS, *_IN_TRAINING, "moe_layer_freq", "scoring_func", "topk_method"),
+    defaults={**_ROTARY, "num_key_value_heads": 32, "max_position_embeddings": 2048, "sliding_window": 4096,
+              "max_window_layers": 62},
+    windows="kinds",
+    other=(*_WINDOWS, "moe_layer_freq", "scoring_func", "topk_method", "output_router_logits"),
     shared="n_shared_experts", best_of_group=2)
 
 # The first that can hold a model is what a run is exported as.

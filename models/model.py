@@ -46,12 +46,12 @@ def parameters(model: ModelConfig) -> list[Parameter]:
     return list(dict.fromkeys(parameter for layer in layers(model) for parameter in layer.parameters()))
 
 
-def num_parameters(model: ModelConfig, active: bool = False) -> int:
+def num_parameters(model: ModelConfig, active: bool = False, trained: bool = False) -> int:
     """Parameters of the whole model, without the padding of its vocabulary and what counts rows. `active`:
-    those that compute a token."""
+    those that compute a token; `trained`: those that are not frozen."""
     return sum(prod((each.unpadded or each.shape[0], *each.shape[1:]))
                * (each.used[0] if active else each.used[1]) // each.used[1]
-               for each in parameters(model) if not each.counted)
+               for each in parameters(model) if not each.counted and (each.trains or not trained))
 
 
 def model_flops(model: ModelConfig, sequences: int, together: int = 1) -> int:

@@ -93,6 +93,24 @@ def test_the_size_of_a_model():
     assert " parameters, of which " in adapted and " train; steps of " in adapted
 
 
+@pytest.mark.parametrize("more, trained", [
+    ([], 64), (["model.vocab_multiple=1"], 64), (["model.vocab_multiple=4096"], 64),
+    (["model.vocab=299", "model.vocab_multiple=128", "model.tie_embeddings=false"], 64),
+    (["model.vocab_multiple=128", "parallel.pp=1", "parallel.dp=2", "zero.stage=3"], 64),
+    (["model.vocab_multiple=128", "model.lora_targets=[q_proj,v_proj]"], 128),
+    (["model.vocab_multiple=128", "model.lora_targets=[up_proj]"], 2 * (16 + 64)),
+    (["model.vocab_multiple=128", "model.family=llama", "model.kv_heads=1"], 64),
+    (["model.vocab_multiple=128", "model.family=moe", "model.experts=4", "model.balance=bias"], 64),
+    (["model.vocab_multiple=128", "parallel.tp=2"], 64)])
+def test_the_parameters_that_train(more, trained):
+    """Those of the adapters, however the vocabulary is padded and whatever else is frozen."""
+    from threed.monitor.banner import size_line
+
+    few = ["model.layers=1", "model.hidden=16", "model.heads=2", "model.vocab=300", "model.seq_len=16",
+           "model.lora_rank=2", "model.lora_targets=[q_proj]"]
+    assert f"of which {trained} train;" in size_line(load(None, [*few, *more]))
+
+
 def test_a_long_step_is_predicted():
     """As `threed predict` does, for the hardware that the device is most like; a short one is not."""
     from threed.api import plans as api

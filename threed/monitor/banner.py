@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from math import prod
-
 import torch
 
 from threed.base.errors import ThreedError
 from threed.base.quantity import BYTES, show_count, show_seconds
 from threed.devices import device_of
-from threed.models.model import model_flops
-from threed.monitor.loggers.logger import model_size
-from threed.planner.facts import unit_parameters
+from threed.models.model import model_flops, num_parameters
 from threed.prediction.hardware import DEFAULT, OF_CPUS, Hardware
 from threed.prediction.predict import document, priced
 from threed.program.analysis import Analysis
@@ -24,10 +20,8 @@ BOARDS = {"H100": "h100-sxm", "H200": "h200-sxm", "B200": "b200-sxm", "A100": "a
 
 def size_line(config: Config) -> str:
     """How many parameters the model has, and how many of them train."""
-    size = model_size(config)
-    frozen = sum(prod(parameter.shape) for unit in unit_parameters(config).values() for parameter in unit
-                 if not parameter.trains)
-    trains = f", of which {show_count(size - frozen)} train" if frozen else ""
+    size, trained = num_parameters(config.model), num_parameters(config.model, trained=True)
+    trains = f", of which {show_count(trained)} train" if trained < size else ""
     return (f"{show_count(size)} parameters{trains}; steps of {show_count(config.tokens_per_step)} "
             f"{config.model.counted}")
 

@@ -151,6 +151,13 @@ def read_manifest(path: Path, config: Config, trains: bool = True,
         raise InputError(f"checkpoint {path} was saved with optimizer.name={theirs}, and has no "
                          f"{' and '.join(missing)}, which {config.optimizer.name} needs: go on with "
                          f"{theirs}, or begin anew with train.resume=never")
+    window, length = (manifest.get("made_for") or {}).get("window"), config.model.seq_len
+    if window is not None and length > window:
+        raise InputError(f"model.seq_len={length}: the layers of the imported model in {path} have a "
+                         f"sliding_window={window}, and attention is whole in threed: the two are the same "
+                         f"up to model.seq_len={window}")
+    if trains and (base or weights_only(manifest)):
+        provenance.check_named(path, manifest, data or {}, config.data)
     if trains and not weights_only(manifest):
         provenance.check(path, manifest, data or {}, config, base)
     return manifest
@@ -208,9 +215,20 @@ def notes(path: Path, manifest: dict[str, Any], data: dict[str, Any], config: Co
     of its data."""
     if is_base(manifest, config):
         return [f"{path.name} has no adapters: they begin anew, at step 0, with a fresh optimizer and "
-                "schedule, and its weights are frozen",
+                "schedule, and its weights are frozen", *beyond(manifest, config.model.seq_len),
                 *provenance.notes(path, manifest, data, config, base=True)]
     if weights_only(manifest):  # it comes from no run
         return [f"{path.name} has weights alone: the optimizer, its schedule and the data begin fresh, at "
-                f"step {manifest['step'] + 1}"]
-    return [*differences.notes(path, manifest, config), *provenance.notes(path, manifest, data, config)]
+                f"step {manifest['step'] + 1}", *beyond(manifest, config.model.seq_len),
+                *(f"{other} than that of these weights, to which its tokens mean something else"
+                  for other in provenance.changes(manifest, data, config.data, base=True))]
+    return [*differences.notes(path, manifest, config), *beyond(manifest, config.model.seq_len),
+            *provenance.notes(path, manifest, data, config)]
+
+
+def beyond(manifest: dict[str, Any], length: int) -> list[str]:
+    """A line where sequences are longer than those for which an imported model is made."""
+    most = (manifest.get("made_for") or {}).get("tokens")
+    return [f"model.seq_len={length} is more than the {most} tokens for which the imported model is made: it "
+            "has not seen later positions (threed import takes model.rope_theta and model.rope_scaling, by "
+            "which it may learn them)"] if most is not None and length > most else []

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from threed.base.errors import InputError
+from threed.checkpoint.format import weights_only
 from threed.data.run_tokenizer import tokenizer_of
+from threed.data.sampling import IMPORTED, TOKENIZER
 from threed.schema import Config, DataConfig
 
 # Keys that say which tokens the same content becomes: a note says that they have changed, and tokens cannot
@@ -41,6 +43,33 @@ def check(path: Path, manifest: dict[str, Any], data: dict[str, Any], config: Co
     raise InputError(f"checkpoint {path} was trained {what}: {'; '.join(found)}. To go on as it was, {give}; "
                      f"to go on with what is given now, from step {step} on, set "
                      f"data.on_change=accept{accept}; or begin anew in another run.dir")
+
+
+def check_named(path: Path, manifest: dict[str, Any], data: dict[str, Any], now: DataConfig) -> None:
+    """InputError where a run begins with weights that it has not trained, those of an import or of a base of
+    adapters, on a source or with a tokenizer that nobody has named: the defaults would be other tokens to
+    them. (Data that are tokens already need no tokenizer.)"""
+    theirs = {} if weights_only(manifest) else {**dataclasses.asdict(DataConfig()),
+                                                **manifest["config"].get("data", {})}
+    left = [key for key in now.left_out if theirs.get(key) != getattr(now, key)
+            and data.get({"tokenizer": "tokenizer", "source": "sources"}[key])]
+    give = []
+    if "tokenizer" in left:
+        kept = imported(path)
+        give = [f"data.tokenizer={kept}, which is that of these weights" if kept is not None else
+                "data.tokenizer=PATH, the tokenizer.json with which these weights were trained (bpe trains a "
+                "new one, whose tokens mean nothing to them)"]
+    if "source" in left:
+        give.append(f"data.source=PATH, what to train on (or {now.source}, by name)")
+    if give:
+        raise InputError(f"the run begins with the weights of {path}, and nobody has named "
+                         f"{' and '.join(f'data.{key}' for key in left)}: give {'; and '.join(give)}")
+
+
+def imported(path: Path) -> Path | None:
+    """The tokenizer.json that an import has left beside its checkpoint."""
+    places = (folder / IMPORTED / TOKENIZER for folder in (path.parent, path.parent.parent))
+    return next((file for file in places if file.is_file()), None)
 
 
 def notes(path: Path, manifest: dict[str, Any], data: dict[str, Any], config: Config,

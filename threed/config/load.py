@@ -296,6 +296,9 @@ def _build(given: dict[str, Any]) -> tuple[Config, list[Problem]]:
         OmegaConf.update(schema, key, get(defaults, key))
     config = OmegaConf.to_object(schema)
     assert isinstance(config, Config)
+    names = {"source": ("data.source", "data.mix"), "tokenizer": ("data.tokenizer",)}
+    config.data.left_out = tuple(key for key, keys in names.items()
+                                 if all(given.get(each) is None for each in keys))
     return config, problems
 
 

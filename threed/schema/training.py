@@ -66,6 +66,8 @@ class DataConfig:
     cache: str | None = key(None, "where prepared data is kept; null: $XDG_CACHE_HOME/threed or "
                             "~/.cache/threed", path=expanded)
 
+    left_out = ()  # of source and tokenizer those that nobody has named, neither a file nor an override
+
 
 @dataclass
 class TrainConfig:

@@ -66,6 +66,7 @@ class Trainer:
         self.samples: int = resumed.manifest.get("samples", 0)  # of the training split, so far
         self.stopping = self.save_asked = False
         self.identity = resumed.data  # of the data; known to rank 0
+        self.made_for = resumed.manifest.get("made_for")  # as an import has written it
         self.begun = False  # whether this start changes anything: a step is due, and nothing has refused it
         self.deadline: Deadline | None = None  # on rank 0, where run.stop_after sets one
         if log and self.config.run.stop_after is not None:

@@ -22,14 +22,16 @@ from threed.base.mesh import AXES
 from threed.base.progress import Progress
 from threed.base.quantity import show_bytes
 from threed.checkpoint.boxes import Box
+from threed.checkpoint.choose import beyond
 from threed.checkpoint.format import FORMAT, checkpoints, file_name, folder, is_name, name_of, sync
 from threed.checkpoint.lineage import Lineage, write_latest
 from threed.checkpoint.save import describe
 from threed.checkpoint.shard_file import Item, write
 from threed.config import load as configs
+from threed.data.run_tokenizer import tokenizer_digest
 from threed.data.tokenizer import load
 from threed.data.tokenizer_files import CONFIG
-from threed.interop.hf import lacks
+from threed.interop.hf import lacks, rotary
 from threed.interop.hf import sidecar as kept
 from threed.interop.hf.adapters import without
 from threed.interop.hf.config import family_of, values_of
@@ -89,6 +91,8 @@ def import_model(source: Path, output: Path, overrides: list[str] | None = None,
     config = configs.of_values(values, f"the config of {source}")
     config = replace(config, model=without(config.model))  # adapters begin anew in the run
     found = locate(family, config.model, Files(source))
+    made_for = rotary.made_for(family, described, config.model)
+    notes += beyond({"made_for": made_for}, config.model.seq_len)
     if found.dropped:
         notes.append(f"dropped, since they are no weights: {', '.join(found.dropped[:3])}"
                      f"{f' and {len(found.dropped) - 3} more' if len(found.dropped) > 3 else ''}")
@@ -101,7 +105,8 @@ def import_model(source: Path, output: Path, overrides: list[str] | None = None,
     try:
         kept.keep(source, beside, None if found.dropped else found.files.headers)
         _write_yaml(file, values, source)
-        size, strange = _write_checkpoint(checkpoint, config, found, say)
+        known = {"made_for": made_for, "data": _identity(beside / kept.TOKENIZER)}
+        size, strange = _write_checkpoint(checkpoint, config, found, known, say)
     except BaseException as error:  # Ctrl-C, too, leaves nothing half done
         shutil.rmtree(beside, ignore_errors=True)
         file.unlink(missing_ok=True)
@@ -210,10 +215,15 @@ def _answer(ours: str, has: tuple[int, ...], asked: tuple[int, ...]) -> str:
     return ""
 
 
-def _write_checkpoint(path: Path, config: Config, source: Source,
+def _identity(tokenizer: Path) -> dict[str, Any] | None:
+    """What the manifest says of the data (data/identity): the tokenizer alone is known."""
+    return {"sources": [], "tokenizer": tokenizer_digest(tokenizer)} if tokenizer.is_file() else None
+
+
+def _write_checkpoint(path: Path, config: Config, source: Source, known: dict[str, Any],
                       say: Callable[[str], None]) -> tuple[int, list[str]]:
     """Write a checkpoint of weights alone; its bytes, and lines to say. What fails leaves no folder
-    behind."""
+    behind. `known`: more entries of the manifest."""
     fit = Fit(f"precision.dtype={config.precision.dtype}")
     everything = list(parameters(config.model))
     progress = Progress("imported", 4 * sum(math.prod(each.stored) for each in everything), show_bytes, say)
@@ -228,7 +238,7 @@ def _write_checkpoint(path: Path, config: Config, source: Source,
         lineage = Lineage.new(config)
         describe(aside, {
             "format": FORMAT, "step": 0, "updates": 0, "samples": 0, "skipped": 0, "loss_scaler": {},
-            "waiting": None, "wandb_id": None, "weights_only": True, "lineage": lineage,
+            "waiting": None, "wandb_id": None, "weights_only": True, "lineage": lineage, **known,
             "mesh": {**dict.fromkeys(AXES, 1), "order": list(AXES)}, "torch": torch.__version__,
             "config": config.to_dict()}, [report])
         sync(aside)

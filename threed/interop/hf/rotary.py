@@ -87,6 +87,17 @@ def window(family: HFFamily, config: Mapping[str, Any], layers: int) -> int | No
     return size if (config.get("max_window_layers") or 0) < layers else None
 
 
+def made_for(family: HFFamily, config: Mapping[str, Any], model: ModelConfig) -> dict[str, int | None] | None:
+    """The tokens of the longest sequence for which an imported model is made, and those that its layers with
+    a sliding window see, for the manifest; None where there is a table of positions."""
+    if model.position == "learned":
+        return None
+    config = family.completed(config)
+    tokens = longest(family, config, model.rope_scaling is None)
+    return {"tokens": tokens if isinstance(tokens, int) else None,
+            "window": window(family, config, model.layers)}
+
+
 def changed(kept: Mapping[str, Any], before: Rotary, model: ModelConfig) -> dict[str, Any]:
     """Keys of a config.json, `kept`, that says `before`, which a model's rotary positions change."""
     if not before.problems and (before.theta, before.scaling) == (model.rope_theta, model.rope_scaling):

@@ -16,9 +16,12 @@ from typing import Any
 import pytest
 import torch
 
+from tests.harness import batches
 from tests.loopback.test_checkpoint import (
     COUNTERS,
     DP,
+    PP,
+    TP,
     at,
     manifest,
     named,
@@ -327,3 +330,56 @@ def test_what_may_be_anothers_stays(how, tmp_path):
 
     on_ranks(config, work)
     assert steps_in(config) == [3, 1]
+
+
+# ---------------------------------------------------------------- another padding of the vocabulary
+
+
+@pytest.mark.parametrize("before, after", [
+    (["model.vocab_multiple=128"], ["model.vocab_multiple=7", "parallel.tp=1"]),
+    (["model.vocab_multiple=1", "parallel.tp=1"], ["model.vocab_multiple=128", *TP]),
+    (["model.vocab_multiple=128", *TP], ["model.vocab_multiple=6", "parallel.tp=3", "model.heads=6"]),
+    (["model.vocab_multiple=64", *PP, "model.tie_embeddings=true"],
+     ["model.vocab_multiple=96", *TP, "model.tie_embeddings=true"]),
+    (["model.vocab_multiple=64", "model.tie_embeddings=false"],
+     ["model.vocab_multiple=300", *DP, *PP, "zero.stage=3", "model.tie_embeddings=false"]),
+    (["model.vocab_multiple=300", *DP, "zero.stage=3"], ["model.vocab_multiple=2", *TP]),
+    (["model.vocab_multiple=128"], ["model.vocab_multiple=16", *DP, "zero.stage=2", "precision.dtype=bf16",
+                                    "offload.optimizer=cpu"]),
+    (["model.vocab_multiple=128", "optimizer.name=lion"], ["model.vocab_multiple=16", "optimizer.name=lion"]),
+    (["model.vocab_multiple=128", "model.tie_embeddings=false"],
+     ["model.vocab_multiple=16", "model.tie_embeddings=false", "model.tile_linears=2KiB"]),
+    (["model.vocab_multiple=16", "model.tie_embeddings=false", "model.tile_linears=2KiB"],
+     ["model.vocab_multiple=128", "model.tie_embeddings=false"])])
+def test_another_padding_of_the_vocabulary(before, after, tmp_path):
+    """A run goes on with it, to the losses that it would have had, and comes back."""
+    same = ["model.vocab=91", "model.heads=6", "model.hidden=24", "train.global_batch_size=4"]
+    first = at(tmp_path, *same, *before)
+    saved_after(first, 2)
+
+    def losses(config: Config) -> list[float]:
+        def work(engine: Engine, comm: Comm) -> list[float]:
+            assert resume(config, engine.zero).path is not None
+            return [engine.train_step(batches(config, comm, index))[0].loss for index in range(2, 4)]
+
+        return next(found for found in on_ranks(config, work) if found[0] is not None)
+
+    def saved(config: Config) -> None:
+        def work(engine: Engine, comm: Comm) -> None:
+            resume(config, engine.zero)
+            saver = Saver(engine, Lineage("test-1"), lambda: None)
+            saver.begin(COUNTERS)
+            outcome = saver.drain()
+            assert outcome is not None and outcome.problem is None, outcome
+
+        on_ranks(config, work)
+
+    second = at(tmp_path, *same, *after)
+    want, got = losses(first), losses(second)
+    assert got == pytest.approx(want, abs=2e-2 if second.precision.dtype == "bf16" else 1e-5)
+    sums = manifest(tmp_path / "checkpoints" / "step-00000002")["parameters"]
+    saved(second)
+    saved(first)
+    again = manifest(tmp_path / "checkpoints" / "step-00000002")["parameters"]
+    assert {name: entry["sums"]["param"] for name, entry in sums.items()} == {
+        name: entry["sums"]["param"] for name, entry in again.items()}

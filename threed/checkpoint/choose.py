@@ -125,7 +125,7 @@ def read_manifest(path: Path, config: Config, trains: bool = True,
     mine, model = config.to_dict()["model"], manifest["config"]["model"]
     # keys that do not change what the weights mean
     free = {"name", "dropout", "attention_dropout", "init_std", "tile_linears", "loss_chunk", "fused",
-            "balance_weight", "z_loss", "moe_room", "moe_route", "moe_capacity",
+            "balance_weight", "z_loss", "moe_room", "moe_route", "moe_capacity", "vocab_multiple",
             *({"seq_len"} if config.model.position == "rotary" else ()),
             *({"balance"} if "bias" not in (mine.get("balance"), model.get("balance")) else ())}
     # An older checkpoint does not name newer keys, whose defaults are what there was before.

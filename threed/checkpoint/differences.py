@@ -43,7 +43,7 @@ NOT_COMPARED = {
 # A name that ends with a dot is a section.
 IN_ONE_LINE = ("parallel.", "zero.", "activation.", "offload.optimizer", "offload.ratio",
                "offload.parameters", "model.fused", "model.loss_chunk", "model.tile_linears",
-               "model.moe_room", "train.micro_batch_size", "run.")
+               "model.moe_room", "model.vocab_multiple", "train.micro_batch_size", "run.")
 _WINDOWS = "; windows are cut anew, in another order: of this epoch some text is seen again, and some is not"
 _EFFECTS = {
     "train.seed": "; the order of samples and dropout are others from here on: some samples are seen again",

@@ -14,11 +14,13 @@ are safetensors. Any mesh can read what any mesh wrote.
 
 from __future__ import annotations
 
+import math
 import socket
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -26,9 +28,9 @@ import torch
 
 from threed.base.errors import InputError, RunError
 from threed.base.mesh import axes_of
-from threed.base.quantity import show_bytes
+from threed.base.quantity import round_up, show_bytes
 from threed.checkpoint.box_reader import BoxReader
-from threed.checkpoint.boxes import boxes
+from threed.checkpoint.boxes import Box, boxes
 from threed.checkpoint.choose import as_begun, begun, candidates, is_base, notes, read_manifest
 from threed.checkpoint.format import Unusable, patiently, unseal, weights_only
 from threed.checkpoint.lineage import Lineage
@@ -36,7 +38,7 @@ from threed.checkpoint.proof import MASK, checksum
 from threed.comm.group import Comm
 from threed.comm.lanes import in_order
 from threed.features.zero.run import Clipped, ZeroRun
-from threed.schema import Config
+from threed.schema import Config, ModelConfig
 
 T = TypeVar("T")
 # What a manifest or an index that threed did not write makes its reader raise, even with a right checksum.
@@ -216,7 +218,7 @@ def _load(path: Path, manifest: dict[str, Any], zero: ZeroRun, say: Callable[[st
 def _read(reader: BoxReader, manifest: dict[str, Any], zero: ZeroRun) -> str | None:
     """Read this rank's part of a checkpoint. Why the checkpoint cannot be used, if this rank is among the
     first to notice: then the others stop."""
-    problem, place = None, zero.comm.here.on
+    problem, place, padded = None, zero.comm.here.on, _padded_otherwise(manifest, zero)
     try:
         waits = manifest["waiting"] and zero.table.trains
         zero.waiting = Clipped(**manifest["waiting"]) if waits else None
@@ -232,7 +234,7 @@ def _read(reader: BoxReader, manifest: dict[str, Any], zero: ZeroRun) -> str | N
                     if kind != "param" and weights_only(manifest):
                         whole[part].zero_()
                     else:
-                        reader.read(kind, box, whole[part].view(box.shape))
+                        _read_box(reader, kind, box, padded.get(box.name), whole[part].view(box.shape))
             state.optimizer_state.publish()
     except Unusable as error:
         problem = error.what
@@ -246,12 +248,43 @@ def _read(reader: BoxReader, manifest: dict[str, Any], zero: ZeroRun) -> str | N
     return problem
 
 
+class Padded(NamedTuple):
+    """A parameter with another padding of the vocabulary than in the checkpoint."""
+
+    rows: int  # without padding
+    difference: int  # of its checksum from the checkpoint's: padding is zero
+
+
+def _padded_otherwise(manifest: dict[str, Any], zero: ZeroRun) -> dict[str, Padded]:
+    """Parameters whose vocabulary is padded to another multiple here than in the checkpoint."""
+    model, found = {**asdict(ModelConfig()), **manifest["config"]["model"]}, {}
+    before = round_up(model["vocab"], model["vocab_multiple"])
+    everything = (placed.parameter for state in zero.states.values() for placed in state.part.layout.placed)
+    for parameter in everything:
+        now, *rest = parameter.stored
+        if parameter.unpadded is not None and now != before:
+            low, high = sorted((before, now))
+            box = Box(parameter.name, (low, *(0 for _ in rest)), (high - low, *rest), parameter.stored, 0, ())
+            change = checksum(torch.zeros((high - low) * math.prod(rest)), box)
+            found[parameter.name] = Padded(parameter.unpadded, change if now > before else -change)
+    return found
+
+
+def _read_box(reader: BoxReader, kind: str, box: Box, padded: Padded | None, into: torch.Tensor) -> None:
+    if padded is None:
+        return reader.read(kind, box, into)
+    rows = min(max(padded.rows - box.offset[0], 0), box.shape[0])
+    into[rows:] = 0.0
+    if rows:
+        reader.read(kind, replace(box, shape=(rows, *box.shape[1:])), into[:rows])
+
+
 def _prove(manifest: dict[str, Any], zero: ZeroRun, rounded: dict[tuple[str, str], int]) -> str | None:
     """Compare checksums of whole tensors, as they are in memory now and summed over the ranks that share
     each, with the manifest's. The first problem. Every copy is checked: those of other shard groups, of other
     tp ranks, of both ends of a tie. `rounded`: by how much checksums of 16-bit weights are smaller than those
     of the fp32 values that were read."""
-    comm, table = zero.comm, zero.table
+    comm, table, padded = zero.comm, zero.table, _padded_otherwise(manifest, zero)
     buffers = dict.fromkeys(buffer.name for unit in table.parameters for buffer in table.buffers(unit))
     kinds = "param", *buffers, "waiting"
     sums, problem = _together(comm, lambda: _sums(zero, rounded))
@@ -279,6 +312,7 @@ def _prove(manifest: dict[str, Any], zero: ZeroRun, rounded: dict[tuple[str, str
         for kind, value in zip(kinds, values, strict=True):
             if (name, kind) not in kept or (kind != "param" and weights_only(manifest)):
                 continue
+            value -= padded[name].difference if name in padded else 0
             if f"{value & MASK:016x}" != manifest["parameters"][name]["sums"].get(kind):
                 return (f"is damaged: {kind} {name}, as rank {comm.rank} on {socket.gethostname()} and those "
                         "who share it have it in memory, does not have the checksum of its manifest")

@@ -12,7 +12,7 @@ import pytest
 
 from tests.data.files import word_level, write
 from threed.base.errors import InputError
-from threed.checkpoint.provenance import changes, check, notes
+from threed.checkpoint.provenance import changes, check, check_named, notes
 from threed.config.load import load
 from threed.data import identity as subject
 from threed.data.identity import identity
@@ -224,3 +224,46 @@ def test_another_chat_template(at):
     Path("chat_template.jinja").write_text("two " + template)
     says = "the chat template of data.tokenizer=tok.json is another, and so are the tokens"
     assert differ(before, at(*chat)) == [says]
+
+# ---------------------------------------------------------------- weights that a run begins with
+
+SOURCE, TOKENIZER = "data.source=a.jsonl", "data.tokenizer=tok.json"
+KNOWN = {"sources": [{"source": "a"}], "tokenizer": "1f"}
+
+
+@pytest.mark.parametrize("named, known, asked", [
+    ([], KNOWN, ["source", "tokenizer"]), ([SOURCE], KNOWN, ["tokenizer"]), ([TOKENIZER], KNOWN, ["source"]),
+    (["data.tokenizer=bpe"], KNOWN, ["source"]), (["data.mix=[1 a.jsonl]"], KNOWN, ["tokenizer"]),
+    ([SOURCE, TOKENIZER], KNOWN, []), ([SOURCE, "data.tokenizer=bpe"], KNOWN, []),
+    (["data.source=python-stdlib", "data.tokenizer=bpe"], KNOWN, []),
+    (["data.mix=[1 a.jsonl]", TOKENIZER], KNOWN, []),
+    ([SOURCE], {**KNOWN, "tokenizer": None}, []),  # data that are tokens already
+    ([], {}, [])])  # not known: layers of your own, or a rank but the first
+@pytest.mark.parametrize("kept", [False, True])
+def test_imported_weights_are_trained_on_what_somebody_has_named(named, known, asked, kept, tmp_path):
+    path = tmp_path / "checkpoints" / "step-00000000"
+    config = load(None, named)
+    manifest = {"config": Config().to_dict(), "weights_only": True}
+    tokenizer = tmp_path / "huggingface" / "tokenizer.json"
+    if kept:
+        tokenizer.parent.mkdir()
+        tokenizer.write_text("{}")
+    if not asked:
+        return check_named(path, manifest, known, config.data)
+    with pytest.raises(InputError) as error:
+        check_named(path, manifest, known, config.data)
+    for key in ("source", "tokenizer"):
+        assert (f"data.{key}=" in str(error.value)) == (key in asked), error.value
+    if "tokenizer" in asked:
+        assert (f"data.tokenizer={tokenizer}, which" in str(error.value)) == kept
+
+
+def test_adapters_beside_weights_that_were_trained_here():
+    """What nobody has named is as it was, or is refused."""
+    for theirs, asked in (([], False), ([SOURCE], True), ([TOKENIZER], True)):
+        manifest = {"config": load(None, theirs).to_dict()}
+        if asked:
+            with pytest.raises(InputError, match=theirs[0].partition("=")[0]):
+                check_named(STEP, manifest, KNOWN, load(None).data)
+        else:
+            check_named(STEP, manifest, KNOWN, load(None).data)

@@ -228,6 +228,30 @@ def test_gradients(name, mesh, tmp_path, monkeypatch):
         assert (change - grad).abs().max() <= 1e-5 * grad.abs().max() + 1e-6, key
 
 
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe"])
+def test_the_auxiliary_loss(name, tmp_path, monkeypatch):
+    """The weight that an import gives it makes it that of transformers: of one layer and one sequence the
+    gradients are equal, of more both balance over others."""
+    kind, values = MODELS[name]
+    monkeypatch.setitem(MODELS, name, (kind, {**values, "num_hidden_layers": 1, "output_router_logits": True,
+                                              "router_aux_loss_coef": 0.7}))
+    made, run, rate = make(name, tmp_path / "theirs"), tmp_path / "run", 0.5
+    import_model(made.folder, run, RUN[:1])
+    config = config_of(run, "train.global_batch_size=1", "train.micro_batch_size=1", "optimizer.name=sgd",
+                       f"optimizer.lr={rate}", "optimizer.clip_grad=0", "optimizer.weight_decay=0")
+    ours(config, monkeypatch, steps=1, save=True)
+    export_model(run, tmp_path / "back")
+    moved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back").state_dict()
+    data = data_of(config, 0)
+    out = made.model(data.tokens_GS)
+    loss = torch.nn.functional.cross_entropy(out.logits.flatten(0, 1), data.labels_GS.flatten())
+    (loss + 0.7 * out.aux_loss).backward()
+    router = next(weight for key, weight in made.model.named_parameters() if key.endswith("gate.weight"))
+    change = (router - moved["model.layers.0.mlp.gate.weight"]).detach() / rate
+    assert router.grad is not None
+    assert (change - router.grad).abs().max() <= 1e-5 * router.grad.abs().max() + 1e-6
+
+
 def test_groups_of_experts_limit_the_choice(tmp_path):
     """Of the model with which logits and gradients are compared: without groups it computes others."""
     model = make("dots1-groups", tmp_path / "theirs").model

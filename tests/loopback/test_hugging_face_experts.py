@@ -238,8 +238,8 @@ def test_groups_of_experts_by_another_rule():
         with pytest.raises(InputError, match=rf"num_experts_per_tok={k}, n_group=4, topk_group={chosen}: in "
                                              rf"dots1 .* best 2, and in threed as its best {k // chosen}, "):
             values_of(family, config, HERE)
-        with pytest.raises(InputError, match=r"A dots1 .*\n  - model.groups_per_token=a number of groups that "
-                                             r"have 2 experts of a token each, not \d$"):
+        with pytest.raises(InputError, match=r"A dots1 .*\n  - model.groups_per_token=a number of groups "
+                                             r"that have 2 experts of a token each, not \d$"):
             family_for(model, None)
 
 

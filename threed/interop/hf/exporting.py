@@ -61,6 +61,9 @@ def export_model(run: Path, output: Path, dtype: str | None = None, like: Path |
             asked = f"--dtype {dtype}" if dtype is not None else "no --dtype is given, but the import, or " \
                 "precision.dtype, has 16 bits"
             notes = _write_weights(trained, family, FileWriter(aside, layout.headers, asked), layout, say)
+            if (capacity := getattr(model, "moe_capacity", None)) is not None:
+                notes.append(f"model.moe_capacity={capacity:g} dropped choices in training (moe/dropped); "
+                             "transformers has no capacity and drops none, as threed's evaluation does")
             _write_rest(aside, replace(trained.config, model=model), layout, family, beside,
                         trained.home)
         return {**trained.summary(family.model_type, output), "notes": notes}

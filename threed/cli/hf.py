@@ -45,8 +45,8 @@ def import_(source: Annotated[Path, typer.Argument(metavar="HF_DIR", help="folde
     """Import a model of transformers, from a folder on this machine: weights into a checkpoint for any mesh,
     config.json into a YAML, the tokenizer into data.tokenizer.
 
-    GPT-2, Llama 2 and 3, Mistral, Qwen 2, 2.5 and 3. What such a model has and threed has not is refused by
-    name. One parameter is in memory at a time.
+    GPT-2, Llama 2 and 3, Mistral, Qwen 2, 2.5 and 3, and with experts Mixtral, Qwen 3 MoE and dots.llm1. What
+    such a model has and threed has not is refused by name. One parameter is in memory at a time.
     """
     from threed.base.errors import InputError
     from threed.interop.hf.importing import import_model

@@ -170,6 +170,14 @@ def test_an_override_answers(base, changes, override, key, now, tmp_path):
     assert getattr(one, name) == getattr(other, name)
 
 
+def test_learned_positions_have_a_length(tmp_path):
+    source = folder(tmp_path / "theirs", GPT2)
+    for length in (4, 16):
+        with pytest.raises(InputError, match=r"the learned positions are 8: give model.seq_len=8"):
+            import_model(source, tmp_path / "run", [f"model.seq_len={length}"])
+    import_model(source, tmp_path / "run", ["model.seq_len=8"])
+
+
 def test_overrides_that_are_no_answer(tmp_path):
     source = folder(tmp_path / "theirs", LLAMA)
     (source / "config.json").write_text(json.dumps({**LLAMA, "num_hidden_layers": None, "hidden_size": None}))

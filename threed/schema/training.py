@@ -66,7 +66,7 @@ class DataConfig:
     cache: str | None = key(None, "where prepared data is kept; null: $XDG_CACHE_HOME/threed or "
                             "~/.cache/threed", path=expanded)
 
-    left_out = ()  # of source and tokenizer those that nobody has named, neither a file nor an override
+    left_out = tuple[str, ...]()  # of source and tokenizer those that nobody has named, neither a file nor an override
 
 
 @dataclass

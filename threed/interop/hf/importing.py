@@ -123,8 +123,8 @@ def _tokenizer(source: Path, kept_file: Path) -> tuple[dict[str, Any], list[str]
     if source.is_file():
         whole_file(source)
     else:
-        return {}, [f"{source.parent} has no {source.name}: set data.tokenizer yourself (transformers' "
-                    "AutoTokenizer writes one with save_pretrained)"]
+        return {}, [f"{source.parent} has no {source.name}: set data.tokenizer yourself, before which "
+                    "nothing is trained (transformers' AutoTokenizer writes one with save_pretrained)"]
     try:
         found = load(source)
     except InputError as error:
@@ -208,6 +208,8 @@ def _answer(ours: str, has: tuple[int, ...], asked: tuple[int, ...]) -> str:
     """The key that answers a shape that is not that of config.json, or what has such a shape."""
     if ours == _EMBEDDING and has[1:] == asked[1:]:
         return f"; if it has {has[0]} tokens, give model.vocab={has[0]}"
+    if ours == "embedding.position.weight" and has[1:] == asked[1:]:
+        return f"; the learned positions are {has[0]}: give model.seq_len={has[0]}"
     if ours.endswith(".router.weight") and has[1:] == asked[1:]:
         return f"; if it has {has[0]} experts, give model.experts={has[0]}"
     if ours.endswith(("q_norm.weight", "k_norm.weight")) and has[0] > asked[0]:

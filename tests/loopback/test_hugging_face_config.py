@@ -218,6 +218,14 @@ def test_windows_are_those_of_the_family(kind, changes, window):
     assert taken(config, 4096) is not None
 
 
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral"])
+def test_other_kinds_of_layers(kind):
+    config = {**LLAMA, "model_type": kind, "architectures": [FAMILIES[kind].architecture],
+              "layer_types": ["full_attention", "linear_attention"]}
+    with pytest.raises(InputError, match="layer_types has linear_attention: threed's layers"):
+        values_of(family_of(config, HERE), config, HERE)
+
+
 def test_an_export_has_no_window_that_the_run_had_not():
     model = load(None, ["model.name=mistral-7b-v0.3", "model.seq_len=8192"]).model
     family = FAMILIES["mistral"]

@@ -55,7 +55,8 @@ def check_named(path: Path, manifest: dict[str, Any], data: dict[str, Any], now:
             and data.get({"tokenizer": "tokenizer", "source": "sources"}[key])]
     give = []
     if "tokenizer" in left:
-        kept = imported(path)
+        digest = (manifest.get("data") or {}).get("tokenizer")
+        kept = tokenizer_of(path.parent.parent, digest) or imported(path)
         give = [f"data.tokenizer={kept}, which is that of these weights" if kept is not None else
                 "data.tokenizer=PATH, the tokenizer.json with which these weights were trained (bpe trains a "
                 "new one, whose tokens mean nothing to them)"]

@@ -66,7 +66,8 @@ class DataConfig:
     cache: str | None = key(None, "where prepared data is kept; null: $XDG_CACHE_HOME/threed or "
                             "~/.cache/threed", path=expanded)
 
-    left_out = tuple[str, ...]()  # of source and tokenizer those that nobody has named, neither a file nor an override
+    # Of source and tokenizer those that nobody has named, neither in a file nor as an override.
+    left_out = tuple[str, ...]()
 
 
 @dataclass

@@ -89,6 +89,9 @@ def values_of(family: HFFamily, config: Mapping[str, Any], where: Path,
         problems.append(f"{theirs}: in {family.model_type} a group of experts is as good as its best "
                         f"{family.best_of_group}, and in threed as its best {ours:g}, the experts of a token "
                         f"over its groups; import a model where these are {family.best_of_group}")
+    if others := sorted({str(kind) for kind in config.get("layer_types") or ()} - rotary.LAYERS):
+        problems.append(f"layer_types has {', '.join(others)}: threed's layers have attention to all tokens "
+                        "before")
     if config.get("quantization_config"):
         problems.append("quantization_config: threed reads weights that are not quantized")
     if values["position"] == "rotary":

@@ -15,6 +15,7 @@ from threed.schema import ModelConfig
 
 KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings",
         "partial_rotary_factor")
+LAYERS = {"full_attention", "sliding_attention"}  # kinds of layers; the second up to its window
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 

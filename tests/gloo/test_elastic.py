@@ -42,7 +42,7 @@ def decide(tmp_path, *words: str):
     ([NAN], 1.0, "restart 1 of 2"),
     ([NAN, NAN], None, "it failed twice with the same error at step 2"),
     ([NAN, {**NAN, "step": 5}], 2.0, "restart 2 of 2"),
-    ([{**NAN, "step": 0, "own": True}], None, "it is an error of the code"),
+    ([{**NAN, "final": True}], None, "a new start would fail in the same way"),
     ([{**NAN, "status": WrongResult.status}], None, "may hold wrong results of a machine"),
     ([{**NAN, "status": InputError.status}], None, "")])
 def test_the_policy(notes, wait_s, words, store, tmp_path):

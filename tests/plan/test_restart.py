@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from threed.base.restart import LONGEST_WAIT_S, Failure, RankSteps, Restarts
 
 
@@ -75,12 +77,33 @@ def test_an_answer_to_a_request_to_stop(monkeypatch):
     assert pace.answer() == f"the run ends after step 2, and saves its last checkpoint{once_more}it"
 
 
-def test_an_error_of_the_code_before_the_first_step():
-    """It comes again: at once, and not after a wait. Later, or from outside, a failure is started again."""
-    def own(step: int | None) -> Failure:
-        return Failure("AttributeError: flush", "AttributeError: flush", step, 1, own=True)
+@pytest.mark.parametrize(("first", "second", "same"), [
+    # a full disk, as rank 1 and as rank 0 see it, in folders with random names
+    ("rank 1 cannot write to runs/a/checkpoints/step-00000006.936cdfbe.tmp: [Errno 28] No space left on device",
+     "rank 0 cannot write to runs/a/checkpoints/step-00000006.7cab30b4.tmp: [Errno 28] No space left on device",
+     True),
+    ("rank 1 on alpha: No space left on device", "rank 0 on beta: No space left on device", True),
+    ("OSError: [Errno 5] Input/output error: '/my data/a.bin'",
+     "OSError: [Errno 5] Input/output error: '/my data/b.bin'", True),
+    ("KeyError: 'state of 0x7f12ab'", "KeyError: 'state of 0x7fe0cd'", True),
+    ("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 512 MiB free",
+     "CUDA out of memory. Tried to allocate 1.50 GiB. GPU 3 has 20.5 MiB free", True),
+    ("process 4711 at 10.0.0.1:29500 refused", "process 12 at 10.0.0.7:31000 refused", True),
+    ("KeyError: 'exp_avg'", "KeyError: 'momentum'", False),
+    ("rank 0: No space left on device", "rank 0: Input/output error", False)])
+def test_what_a_repetition_has_otherwise(first, second, same):
+    """The same failure is known again whichever rank sees it first, and wherever its files are."""
+    restarts = Restarts(10, 1.0)
+    assert restarts.after(fails(6, first), "")[0] == 1.0
+    assert (restarts.after(fails(6, second), "")[0] is None) == same
 
-    wait_s, text = Restarts(3, 1.0).after(own(0), "")
-    assert wait_s is None and text.startswith("not started again: it is an error of the code")
-    assert Restarts(3, 1.0).after(own(7), "")[0] == 1.0 and Restarts(3, 1.0).after(own(None), "")[0] == 1.0
+
+def test_a_failure_that_would_surely_come_again():
+    """It is not waited for: an error of the code before the first step, a last checkpoint that cannot be
+    saved."""
+    failure = Failure.of({"message": "AttributeError: flush\nmore", "cause": "flush", "step": 0, "status": 1,
+                          "final": True})
+    assert failure.text == "AttributeError: flush"
+    assert Restarts(3, 1.0).after(failure, "") == (None, "not started again: a new start would fail in the "
+                                                         "same way")
     assert Restarts(3, 1.0).after(fails(0), "")[0] == 1.0

@@ -99,6 +99,10 @@ class WrongResult(RunError):
     status = 3
 
 
+class NotSaved(RunError):
+    """The run has made its steps, and their checkpoint cannot be saved: a new start would make them again."""
+
+
 class Stopped(ThreedError):
     """A request to stop that came before the first step."""
 

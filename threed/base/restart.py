@@ -2,13 +2,16 @@
 
 A failure of a machine (a rank that was killed, a hang, a disk that is gone) passes, and the run goes on from
 its newest checkpoint. A failure of the run (a loss that is not finite) comes again, at the same step and for
-the same reason; then the run ends. After a mistake in the config or in a callback it ends at once.
+the same reason, whichever rank is the first to see it; then the run ends. It ends at once after a mistake in
+the config or in a callback, and where it has made its steps and cannot save them.
 """
 
 from __future__ import annotations
 
 import mmap
+import re
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +19,9 @@ from threed.base.errors import InputError, WrongResult
 from threed.base.quantity import show_seconds
 
 LONGEST_WAIT_S = 300.0
+# What a repetition of a failure has otherwise: hosts, paths, and words with digits, which are numbers (of
+# ranks, processes, bytes, seconds), addresses and random names.
+_VARIES = re.compile(r"""(?<=\brank )\d+ on \S+|'[^']*/[^']*'|"[^"]*/[^"]*"|\S*/\S*|[\w.-]*\d[\w.-]*""")
 
 
 class RankSteps:
@@ -85,14 +91,20 @@ class Pace:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a run has ended. `cause`: two failures at the same step with the same cause are the run's own;
-    None: the failure came from outside, and says nothing about the run."""
+    """Why a run has ended. `cause`: two failures at the same step whose causes differ in nothing but what
+    `_VARIES` are the run's own; None: the failure came from outside, and says nothing about the run."""
 
     text: str
     cause: str | None
     step: int | None  # 0: before the first; None: not known
     status: int
-    own: bool = False  # whether it is an error of the code of the run, such as a TypeError
+    final: bool = False  # whether a new start would surely fail as well
+
+    @classmethod
+    def of(cls, note: Mapping[str, Any]) -> Failure:
+        """Of a note of `engine.watch`."""
+        return cls(note["message"].splitlines()[0], note["cause"], note["step"], note["status"],
+                   note.get("final", False))
 
 
 class Restarts:
@@ -112,15 +124,15 @@ class Restarts:
             return None, ""
         if failure.status == WrongResult.status:
             return None, "not started again: the newest checkpoint may hold wrong results of a machine"
-        if failure.own and failure.step == 0:
-            return None, "not started again: it is an error of the code, which a new start would repeat"
+        if failure.final:
+            return None, "not started again: a new start would fail in the same way"
         if newest != self.newest:
             self.newest, self._count = newest, 0
             # The run has made progress: forget failures before the first step, or at an unknown step.
             self._seen = {key for key in self._seen if key[0]}
         where = f" at step {failure.step}" if failure.step else " before the first step"
         where = where if failure.step is not None else ""
-        key = failure.step, failure.cause or ""
+        key = failure.step, _VARIES.sub("", failure.cause or "")
         if failure.cause is not None and key in self._seen:
             return None, (f"not started again: it failed twice with the same error{where}, so the machine "
                           "is not the cause")

@@ -53,7 +53,7 @@ def lost_peer(error: BaseException | None) -> bool:
 
 
 def tell(store: Any, note: dict[str, Any]) -> dict[str, Any]:
-    """Write the note of a failure (rank, message, status, hang, step, cause), unless the store has one
+    """Write the note of a failure (rank, message, status, hang, step, cause, final), unless the store has one
     already. Returns the note that the store has then, with the host that told it, and its launcher there."""
     teller = {"host": socket.gethostname(), "launcher": os.getppid()}
     return json.loads(store.compare_set(KEY, "", json.dumps(teller | note)))
@@ -131,12 +131,12 @@ class Watch:
         self.pace.begin(step)
 
     def fail(self, message: str, status: int = 1, hang: bool = False, cause: str | None = None,
-             own: bool = False) -> bool:
+             final: bool = False) -> bool:
         """Tell all ranks that this one failed. False if another rank failed first: then the reason is that
         rank's. `cause`: text that would be the same if the run failed again for this reason; None: the reason
-        came from outside. `own`: as of `restart.Failure`."""
+        came from outside. `final`: as of `restart.Failure`."""
         note = {"rank": self.rank, "message": message, "status": status, "hang": hang, "step": self.step,
-                "cause": cause, "own": own}
+                "cause": cause, "final": final}
         there = tell(self._store, note)
         if there["rank"] == self.rank:
             self.on_failure(self._store, there)

@@ -73,8 +73,7 @@ def decide(config: Config) -> tuple[float | None, str, int]:
     wait_s, text, status = 0.0, "", 0
     for row in _rows(Path(run.dir) / FAILURES):
         if row.get("agent") == mine:
-            wait_s, text = restarts.after(Failure(row["message"].splitlines()[0], row["cause"], row["step"],
-                                                  row["status"], row.get("own", False)), row["newest"])
+            wait_s, text = restarts.after(Failure.of(row), row["newest"])
             status = row["status"]
     return wait_s, text, status
 

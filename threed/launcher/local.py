@@ -187,9 +187,7 @@ def _why(codes: list[int | None], store: Any, steps: RankSteps, asked: bool) -> 
         say(text)
     if code < 0:
         return Failure(text, cause, steps.at(rank), status), GRACE_S
-    first = note["message"].splitlines()[0]
-    return Failure(first, note["cause"], note["step"], note["status"],
-                   note.get("own", False)), HANG_GRACE_S if note["hang"] else GRACE_S
+    return Failure.of(note), HANG_GRACE_S if note["hang"] else GRACE_S
 
 
 def local_world_size(config_device: str) -> int | None:

@@ -19,7 +19,7 @@ import torch
 
 from threed.base import marks
 from threed.base.console import RECORD, flush, put_error, say, steady
-from threed.base.errors import RunError, Stopped, ThreedError
+from threed.base.errors import NotSaved, RunError, Stopped, ThreedError
 from threed.base.requests import Requests
 from threed.base.restart import RankSteps
 from threed.base.signals import STOPS, handle
@@ -217,7 +217,7 @@ def _explain(error: BaseException, rank: int, watch: Watch | None) -> int:
     ours, lost = isinstance(error, ThreedError), lost_peer(error)
     status = error.status if isinstance(error, ThreedError) else 1
     text = str(error) if ours else f"{type(error).__name__}: {error}"
-    # The part of the text that a repetition would repeat: not how long a rank has waited, nor what was alive.
+    # The part of the text that a repetition repeats: not how long a rank has waited, nor what was alive.
     if error.__cause__ is not None:
         cause = f"{type(error.__cause__).__name__}: {error.__cause__}"
     else:
@@ -232,8 +232,8 @@ def _explain(error: BaseException, rank: int, watch: Watch | None) -> int:
     wait_s = ECHO_S if lost else 1.0 if not ours or isinstance(error, RunError) else 0.0
     try:
         reason = watch.reason(wait_s) if watch else None
-        first = watch is None or (reason is None and watch.fail(text, status, cause=cause,
-                                                                own=isinstance(error, OWN)))
+        final = isinstance(error, NotSaved) or (isinstance(error, OWN) and not (watch and watch.step))
+        first = watch is None or (reason is None and watch.fail(text, status, cause=cause, final=final))
     except Exception:  # the store has gone with its rank
         reason, first = None, True
     if first or (reason is not None and reason["rank"] == rank):

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import torch
 
-from threed.base.errors import InputError, RunError
+from threed.base.errors import InputError, NotSaved
 from threed.base.quantity import show_bytes, show_seconds
 from threed.checkpoint.copy import Copied, Copier
 from threed.checkpoint.format import folder
@@ -105,7 +105,7 @@ class Checkpoints:
             self.finish()
 
     def save_last(self, counters: dict[str, Any]) -> None:
-        """Save before the run ends, after any save under way. RunError where the checkpoint cannot be
+        """Save before the run ends, after any save under way. NotSaved where the checkpoint cannot be
         saved."""
         self.finish()
         number, problem = self._zero.step_number, None
@@ -117,7 +117,7 @@ class Checkpoints:
             if problem is None:
                 return
         on = f"The newest checkpoint is {self.newest}" if self.newest else "There is no checkpoint"
-        raise RunError(f"the run ends after step {number}, and its last checkpoint could not be saved: "
+        raise NotSaved(f"the run ends after step {number}, and its last checkpoint could not be saved: "
                        f"{problem}. {on}: make room in run.dir, or mend what is wrong with it, and start "
                        "again")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from threed.base.errors import InputError, Problem
+from threed.base.errors import Idle, InputError, Problem
 from threed.models.families.registry import calling
 from threed.models.layers.base import Layer, Part
 from threed.models.layers.block import Block, Branch
@@ -84,7 +84,7 @@ def _branches(part: Part, layer: str) -> Iterator[str]:
 def _adapters(model: ModelConfig, listed: Sequence[Layer]) -> list[Problem]:
     """Why a model cannot have the adapters that it asks for."""
     if model.lora_rank is None:
-        return [Problem.of(f"model.{key}", f"={getattr(model, key)} needs model.lora_rank, the rank of "
+        return [Idle.of(f"model.{key}", f"={getattr(model, key)} needs model.lora_rank, the rank of "
                            "adapters; leave it out")
                 for key in ("lora_alpha", "lora_targets") if getattr(model, key) is not None]
     if model.tile_linears is not None:

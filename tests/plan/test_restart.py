@@ -79,8 +79,8 @@ def test_an_answer_to_a_request_to_stop(monkeypatch):
 
 @pytest.mark.parametrize(("first", "second", "same"), [
     # a full disk, as rank 1 and as rank 0 see it, in folders with random names
-    ("rank 1 cannot write to runs/a/checkpoints/step-00000006.936cdfbe.tmp: [Errno 28] No space left on device",
-     "rank 0 cannot write to runs/a/checkpoints/step-00000006.7cab30b4.tmp: [Errno 28] No space left on device",
+    ("rank 1 cannot write to a/checkpoints/step-00000006.936cdfbe.tmp: [Errno 28] No space left on device",
+     "rank 0 cannot write to a/checkpoints/step-00000006.7cab30b4.tmp: [Errno 28] No space left on device",
      True),
     ("rank 1 on alpha: No space left on device", "rank 0 on beta: No space left on device", True),
     ("OSError: [Errno 5] Input/output error: '/my data/a.bin'",

@@ -282,6 +282,11 @@ def say(message: str) -> None:
     _put(sys.stderr, ERR, f"threed: {message}", True)
 
 
+def speaks_for_machine() -> bool:
+    """Whether this process is the first rank of its machine, or none: what all ranks see is said once."""
+    return os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0"
+
+
 def put_error(text: str) -> None:
     """Lines on stderr as they are."""
     _put(sys.stderr, ERR, text, True)

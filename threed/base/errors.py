@@ -53,6 +53,10 @@ class Problem:
         return self.text
 
 
+class Idle(Problem):
+    """A key that has no effect, by the values of others; with its default it would be no problem."""
+
+
 class ConfigError(InputError):
     """Everything that is wrong with a config, at once; `advice` is about all of it."""
 

@@ -49,6 +49,6 @@ def calm() -> None:
 
 def leave(number: int, _: FrameType | None) -> None:
     """End with a word."""
-    if os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0":  # one line a machine
+    if console.speaks_for_machine():
         console.say(f"stopped by {signal.Signals(number).name} before the first step")
     os._exit(128 + number)

@@ -15,7 +15,7 @@ import typer
 
 from threed.api import plans as api
 from threed.api.start import start
-from threed.base.console import say
+from threed.base.console import say, speaks_for_machine
 from threed.base.errors import InputError, Reported, ThreedError
 from threed.base.paths import arguments
 from threed.base.quantity import parse_memory, parse_parameters
@@ -28,7 +28,6 @@ from threed.cli import inference as cli_learned
 from threed.cli import options as of
 from threed.cli.options import UsageError, documented, error_document, exclude, instead, is_given
 from threed.cli.runs import EXAMPLES, ConvertCommand, convert, files, init, runs, trace, write_file
-from threed.comm.environment import speaks_for_machine
 from threed.config import load as configs
 from threed.monitor.folders import to_train
 from threed.planner.from_config import analysed

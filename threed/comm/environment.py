@@ -68,11 +68,6 @@ def _tasks_here(env: Mapping[str, str]) -> int:
     return counts[_number(env, "SLURM_NODEID", 0)]
 
 
-def speaks_for_machine(env: Mapping[str, str] = os.environ) -> bool:
-    """Whether this process is the first rank of its machine, or none: what all ranks see is said once."""
-    return env.get("LOCAL_RANK", env.get("SLURM_LOCALID", "0")) == "0"
-
-
 def restarted() -> bool:
     """Whether the launcher, torchrun or Slurm has started the run again after a failure."""
     return any(_number(os.environ, name, 0) > 0 for name in RESTARTS)

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from threed.base.errors import Problem
+from threed.base.errors import Idle, Problem
 from threed.models.layers.experts import ExpertsConfig
 from threed.schedules.orders import SCHEDULES
 from threed.schema import Config
@@ -94,7 +94,7 @@ def _has_pairs(schedule: str) -> bool:
 
 _UNPAIRED = tuple(name for name, row in SCHEDULES.items() if not row.paired)
 RULES = (
-    Rule(lambda cell: cell.stage == 0 and cell.shard_groups, Problem.of(
+    Rule(lambda cell: cell.stage == 0 and cell.shard_groups, Idle.of(
         "zero.shard_size", " below parallel.dp needs zero.stage of at least 1: at stage 0 nothing is "
         "sharded, whole copies are everywhere; leave zero.shard_size out")),
     Rule(lambda cell: cell.offload == "none+parameters", Problem.of(

@@ -31,6 +31,7 @@ from threed.base.mesh import AXES
 from threed.base.quantity import whole_number
 from threed.base.shipped import find_file
 from threed.base.template import Template
+from threed.config.idle import overridden
 from threed.config.named import joined, named_model
 from threed.config.unknown import UnknownKey, unknown
 from threed.config.validate import validate
@@ -47,7 +48,8 @@ def load(path: str | Path | None, overrides: list[str] | None = None,
 
     A path such as configs/toy.yaml is also found among the configs that ship with the package. `world_size`
     is the number of ranks; where it is given, `parallel.dp: auto` is what it leaves, and where it is not, 1.
-    Raises ConfigError, which lists every problem at once, and InputError where the file or an override cannot
+    Keys of the file that overrides leave without effect are left out, with a note on stderr. Raises
+    ConfigError, which lists every problem at once, and InputError where the file or an override cannot
     be read.
 
     >>> threed.load("configs/toy.yaml", ["parallel.pp=4"], world_size=16).dp
@@ -56,7 +58,8 @@ def load(path: str | Path | None, overrides: list[str] | None = None,
     check_type("world_size", world_size, (int, None), "the number of ranks")
     values, others = given(path, overrides)
     with _led_to_convert(path, values):
-        return of_values(joined(values, others), str(path) if path is not None else "the config", world_size)
+        where = str(path) if path is not None else "the config"
+        return overridden(values, others, lambda both: of_values(both, where, world_size), where)
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from itertools import accumulate
 
-from threed.base.errors import Problem
+from threed.base.errors import Idle, Problem
 from threed.base.mesh import FOLDS, axes_of, fold_problem
 from threed.base.remember import remembered
 from threed.models.tiling import counts_rows, folds_of, layers_of, model_key, share_of, together, unit_layers
@@ -50,7 +50,7 @@ def check_folds(config: Config) -> Iterator[Problem]:
         if axis in folds and problem:
             yield Problem.of(f"parallel.{axis}", f"={size} {problem}")
         elif size != 1 and axis not in folds:
-            yield Problem.of(f"parallel.{axis}", f"={size}: model.family={config.model.family} has no "
+            yield Idle.of(f"parallel.{axis}", f"={size}: model.family={config.model.family} has no "
                              f"parameters that are cut over {axis}; leave it out")
 
 
@@ -61,7 +61,7 @@ def check_pair(config: Config) -> Iterator[Problem]:
     sizes = {**config.axis_sizes, **config.fold_sizes}
     if all(sizes.get(way.over, 2) == 1 for layer in layers_of(config) for way in layer.travels.values()):
         ep = "raise parallel.ep, or " if not config.model.own_layers and folds_of(config) else ""
-        yield Problem.of("parallel.pair", "=true lets tensors travel between ranks while others are "
+        yield Idle.of("parallel.pair", "=true lets tensors travel between ranks while others are "
                          f"computed, and none travels here: {ep}leave it out")
 
 
@@ -102,11 +102,11 @@ def _check_schedule_shape(config: Config) -> Iterator[Problem]:
         stages = {1: "one stage", 2: "two stages"}.get(schedule.virtual, f"{schedule.virtual} stages")
         others = " and ".join(other for other, row in SCHEDULES.items() if row.virtual is None)
         more = f"; {others} have more" if schedule.virtual == 1 else ""
-        yield Problem.of("parallel.schedule", f"={name} has {stages} a rank, not "
-                         f"parallel.virtual_stages={virtual}{more}")
+        yield Idle.of("parallel.virtual_stages", f"={virtual}: parallel.schedule={name} has {stages} a "
+                      f"rank{more}")
     if name == "auto" and virtual not in (None, 1, 2):
-        yield Problem.of("parallel.schedule", "=auto searches 1 or 2 stages a rank, not "
-                         f"parallel.virtual_stages={virtual}")
+        yield Idle.of("parallel.virtual_stages", f"={virtual}: parallel.schedule=auto searches 1 or 2 stages "
+                      "a rank")
 
 
 @remembered(model_key)

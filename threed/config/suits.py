@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from threed.base.errors import InputError, Problem
+from threed.base.errors import Idle, InputError, Problem
 from threed.base.quantity import parse_weighted
 from threed.schema import Config, DataConfig
 
@@ -16,10 +16,10 @@ def check_data(config: Config) -> Iterator[Problem]:
                         ("chat_template", "chat")):
         value = getattr(data, key)
         if value != getattr(DataConfig(), key) and data.loss_mask != wanted:
-            yield Problem.of(f"data.{key}", f"={value} needs data.loss_mask={wanted}, and it is "
+            yield Idle.of(f"data.{key}", f"={value} needs data.loss_mask={wanted}, and it is "
                              f"{data.loss_mask}; leave it out")
     if data.bad_rows_limit != DataConfig().bad_rows_limit and data.on_bad_row != "skip":
-        yield Problem.of("data.bad_rows_limit", f"={data.bad_rows_limit} needs data.on_bad_row=skip, and it "
+        yield Idle.of("data.bad_rows_limit", f"={data.bad_rows_limit} needs data.on_bad_row=skip, and it "
                          f"is {data.on_bad_row}; leave it out")
     for index, entry in enumerate(data.mix or []):
         try:
@@ -33,7 +33,7 @@ def check_data(config: Config) -> Iterator[Problem]:
         yield Problem.of("data.prepend_bos", "=true needs a tokenizer.json in data.tokenizer: bpe has no <s>")
     if data.loss_mask != "none" and data.text_key != DataConfig().text_key:
         where = "data.messages_key" if data.loss_mask == "chat" else "data.prompt_key and data.answer_key"
-        yield Problem.of("data.text_key", f"={data.text_key} with data.loss_mask={data.loss_mask}: its texts "
+        yield Idle.of("data.text_key", f"={data.text_key} with data.loss_mask={data.loss_mask}: its texts "
                          f"are in {where}; leave it out")
     if config.run.cuda_graphs and data.document_mask:
         yield Problem.of("run.cuda_graphs", "=true with data.document_mask=true: attention has the shapes of "
@@ -49,7 +49,7 @@ def check_monitor(config: Config) -> Iterator[Problem]:
         yield Problem.of("monitor.loggers", f"{given}: give monitor.prometheus_port (such as 9400), where "
                          "prometheus reads the metrics, or monitor.prometheus_file, for node_exporter's "
                          "textfile collector")
-    if "prometheus" not in monitor.loggers and (port is not None or file):
-        key = "monitor.prometheus_file" if port is None else "monitor.prometheus_port"
-        yield Problem.of(key, f"={file if port is None else port} has no effect: monitor.loggers{given} "
-                         "lacks prometheus")
+    for key, value in (("prometheus_port", port), ("prometheus_file", file)):
+        if "prometheus" not in monitor.loggers and value is not None:
+            yield Idle.of(f"monitor.{key}", f"={value} has no effect: monitor.loggers{given} lacks "
+                          "prometheus")

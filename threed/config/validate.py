@@ -9,7 +9,7 @@ from pathlib import Path
 
 from threed.base.address import is_store, local_path
 from threed.base.address import problem as address_problem
-from threed.base.errors import InputError, Problem
+from threed.base.errors import Idle, InputError, Problem
 from threed.base.mesh import axes_of
 from threed.base.quantity import parse_bytes
 from threed.config.contract import Cell, refusal
@@ -83,7 +83,7 @@ def _check_sizes(config: Config) -> Iterator[Problem]:
         yield from _check_tokens(config)
     if config.parallel.sequence_parallel:
         if tp == 1:
-            yield Problem.of("parallel.sequence_parallel", "=true needs parallel.tp > 1: tp splits the "
+            yield Idle.of("parallel.sequence_parallel", "=true needs parallel.tp > 1: tp splits the "
                              "sequence")
         elif model.seq_len % tp:
             yield Problem.of("parallel.sequence_parallel", f"=true: model.seq_len={model.seq_len} is not "
@@ -141,7 +141,7 @@ def _check_zero(config: Config) -> Iterator[Problem]:
     for key, least in (("reduce_every", 2), ("residency", 3), ("prefetch", 3), ("persist_below", 3)):
         value = getattr(zero, key)
         if value is not None and zero.stage < least:
-            yield Problem.of(f"zero.{key}", f"={value} needs zero.stage of at least {least}, and it is "
+            yield Idle.of(f"zero.{key}", f"={value} needs zero.stage of at least {least}, and it is "
                              f"{zero.stage}: below, {_WHOLE[key]}; leave it out")
     for key, words in (("reduce_every", ("step",)), ("residency", ("stage", "step"))):
         value = getattr(zero, key)
@@ -169,7 +169,7 @@ def _check_activation(config: Config) -> Iterator[Problem]:
                           ("contiguous", ("full", "budget"))):
         value = getattr(activation, key)
         if value not in (None, False, "none") and policy not in policies:
-            yield Problem.of(f"activation.{key}", f"={value} needs "
+            yield Idle.of(f"activation.{key}", f"={value} needs "
                              f"activation.policy={' or '.join(policies)}, and it is {policy}: "
                              f"{_KEPT if len(policies) > 1 else 'leave it out'}")
     if activation.budget is None and policy == "budget":
@@ -189,13 +189,13 @@ def _check_activation(config: Config) -> Iterator[Problem]:
 def _check_offload(config: Config) -> Iterator[Problem]:
     offload = config.offload
     if offload.ratio < 1 and offload.optimizer == "none":
-        yield Problem.of("offload.ratio", f"={offload.ratio} needs offload.optimizer=cpu or nvme: it is a "
+        yield Idle.of("offload.ratio", f"={offload.ratio} needs offload.optimizer=cpu or nvme: it is a "
                          "share of what is offloaded")
-    if offload.warmup < 0 or (offload.warmup and not offload.delayed_update):
-        yield Problem.of("offload.warmup", f"={offload.warmup}: must be steps before the first that "
-                         "offload.delayed_update delays")
+    if offload.warmup and not offload.delayed_update:
+        yield Idle.of("offload.warmup", f"={offload.warmup}: must be steps before the first that "
+                      "offload.delayed_update delays")
     if offload.delayed_update and offload.optimizer == "none":
-        yield Problem.of("offload.delayed_update", "=true needs offload.optimizer=cpu or nvme: what the "
+        yield Idle.of("offload.delayed_update", "=true needs offload.optimizer=cpu or nvme: what the "
                          "device steps takes its turn anyway, so there is nothing to hide")
     elif offload.delayed_update and offload.ratio < 1:
         yield Problem.of("offload.delayed_update", f"=true with offload.ratio={offload.ratio}: some weights "
@@ -212,7 +212,7 @@ def _check_offload(config: Config) -> Iterator[Problem]:
             yield Problem("offload.nvme_path", "offload to nvme needs offload.nvme_path, a folder on a fast "
                           "disk of each machine")
     elif offload.nvme_path is not None:
-        yield Problem.of("offload.nvme_path", f"={offload.nvme_path} needs offload.optimizer or "
+        yield Idle.of("offload.nvme_path", f"={offload.nvme_path} needs offload.optimizer or "
                          "offload.parameters to be nvme")
 
 
@@ -228,7 +228,7 @@ def _check_copies(config: Config) -> Iterator[Problem]:
     if checkpoint.copy_to is None:
         for key in ("copy_keep", "copy_wait_s"):
             if (value := getattr(checkpoint, key)) != getattr(CheckpointConfig(), key):
-                yield Problem.of(f"checkpoint.{key}", f"={value} needs checkpoint.copy_to, where copies go")
+                yield Idle.of(f"checkpoint.{key}", f"={value} needs checkpoint.copy_to, where copies go")
     elif (folder := local_path(checkpoint.copy_to)) is not None:
         if folder.expanduser().resolve() == (Path(config.run.dir) / "checkpoints").resolve():
             yield Problem.of("checkpoint.copy_to", f"={checkpoint.copy_to} is the folder of run.dir's "
@@ -255,7 +255,7 @@ def _check_precision(config: Config) -> Iterator[Problem]:
     if config.loss_scale is not None:
         for key in ("initial_loss_scale", "loss_scale_window", "hysteresis", "min_loss_scale"):
             if (value := getattr(precision, key)) != getattr(PrecisionConfig(), key):
-                yield Problem.of(f"precision.{key}", f"={value} is for a dynamic loss scale, and here it is "
+                yield Idle.of(f"precision.{key}", f"={value} is for a dynamic loss scale, and here it is "
                                  f"{config.loss_scale:g}; leave it out, or set precision.loss_scale=dynamic")
     if precision.min_loss_scale > precision.initial_loss_scale:
         yield Problem.of("precision.min_loss_scale", f"={precision.min_loss_scale} is above "
@@ -268,10 +268,10 @@ def _check_batch(config: Config) -> Iterator[Problem]:
         yield Problem.of("train.global_batch_size", f"={train.global_batch_size} is not divisible by "
                          f"train.micro_batch_size={train.micro_batch_size} x parallel.dp={config.dp}")
     if train.eval_every and not config.data.validation_fraction:
-        yield Problem.of("train.eval_every", f"={train.eval_every} needs data.validation_fraction > 0: "
+        yield Idle.of("train.eval_every", f"={train.eval_every} needs data.validation_fraction > 0: "
                          "nothing is held out")
     if train.sample_every and not train.sample_prompts:
-        yield Problem.of("train.sample_every", f"={train.sample_every} needs train.sample_prompts, the "
+        yield Idle.of("train.sample_every", f"={train.sample_every} needs train.sample_prompts, the "
                          "beginnings of the texts that the model writes")
 
 

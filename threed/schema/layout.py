@@ -124,7 +124,7 @@ class OffloadConfig:
     nvme_path: str | None = key(None, "nvme: a folder on a fast disk of each machine", path=expanded)
     delayed_update: bool = key(False, "the host steps a step's gradients beside the step after it: weights "
                                "are one update behind")
-    warmup: int = key(0, "delayed_update: steps before the first that is delayed")
+    warmup: int = key(0, "delayed_update: steps before the first that is delayed", least=0)
 
 
 @dataclass

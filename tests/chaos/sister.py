@@ -26,10 +26,9 @@ from tests.chaos import interposer
 from tests.chaos.interposer import Site
 from tests.chaos.tensors import newest
 from threed import torchrun
-from threed.base.signals import begin
+from threed.base.signals import ASKS, begin
 from threed.cli import main as cli
 from threed.engine.engine import Engine
-from threed.launcher import processes as children
 from threed.launcher import (
     rank,
 )
@@ -161,10 +160,10 @@ def _begin(log: Path, argv: list[str], folder: Path, hooks: list[Callable[[], No
     """The body of a launcher's process: settings that every launcher needs, then the fault's hook, then the
     command; on a node of several, by torchrun."""
     interposer.die_with_parent()
-    for number in children.SIGNALS:
+    for number in ASKS:
         signal.signal(number, signal.SIG_DFL)
     stacks = (folder / "stacks").open("a")
-    faulthandler.register(signal.SIGUSR2, stacks)  # what a process is at, where it does not end
+    faulthandler.register(signal.SIGALRM, stacks)  # what a process is at, where it does not end
     tempfile.tempdir = os.environ["TMPDIR"] = str(folder / "tmp")
     write_steps(folder / "steps")
     slow_down()

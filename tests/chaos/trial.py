@@ -284,7 +284,7 @@ class Trial:
 
     def _stacks(self, run: Sister) -> str:
         for pid in [*run.pids, *(child.pid for child in self.family(run))]:
-            send(pid, signal.SIGUSR2)
+            send(pid, signal.SIGALRM)
         time.sleep(0.5)
         return (self.folder / "stacks").read_text()
 

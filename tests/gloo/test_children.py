@@ -19,7 +19,7 @@ from threed.launcher import processes as children
 @pytest.fixture
 def handlers():
     """Handlers as they were, afterwards."""
-    before = {number: signal.getsignal(number) for number in children.SIGNALS}
+    before = {number: signal.getsignal(number) for number in early.ASKS}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -27,7 +27,7 @@ def handlers():
 
 def test_a_request_that_comes_before_a_rank_can_answer(handlers):
     """It waits; the launcher's own handler does not run in the rank."""
-    early.handle(children.SIGNALS, lambda *_: os._exit(9))
+    early.handle(early.ASKS, lambda *_: os._exit(9))
 
     def body() -> int:
         time.sleep(0.5)  # the signal comes

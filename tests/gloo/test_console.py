@@ -185,12 +185,17 @@ def test_a_run_ends_before_its_time_is_over(start, tmp_path):
 
 
 @pytest.mark.core
-def test_no_time_at_all(start, tmp_path):
-    """Loading took it, or an attempt before: no step begins."""
-    run = start("train.steps=9", "run.stop_after=1")
-    assert run.wait() == 0, run.output
-    assert "run.stop_after=1 leaves no time before step 1; nothing in " in run.output
-    assert "nothing to do" not in run.output
+def test_no_time_at_all(start, tmp_path, monkeypatch):
+    """Loading took it: no step begins, and a chain of jobs sees it by the status. After a failure of the same
+    start, which may have made steps, it is no mistake."""
+    run = start("train.steps=9", "run.stop_after=1", "parallel.dp=2")
+    assert run.wait() == 2, run.output
+    assert "threed: run.stop_after=1 leaves no time before step 1: " in run.output
+    assert "nothing to do" not in run.output and not (tmp_path / "run").exists()
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    again = start("train.steps=9", "run.stop_after=1")
+    assert again.wait() == 0, again.output
+    assert "run.stop_after=1 leaves no time before step 1; nothing in " in again.output
 
 
 def test_a_quiet_run(start, tmp_path):

@@ -177,7 +177,7 @@ def forward_config(config: Config, run: Path, checkpoint: str, overrides: Sequen
 
 def _kept(run: Path, config: Config, checkpoint: str) -> list[Path]:
     """Where the tokenizer of a checkpoint may be kept with its run."""
-    path = newest(config) if checkpoint == "auto" else Path(checkpoint)
+    path = newest(folder(config)) if checkpoint == "auto" else Path(checkpoint)
     home = run
     with contextlib.suppress(InputError):  # whoever loads the checkpoint says what is wrong with it
         home = kept_for(run, unseal(path)) if path is not None else run

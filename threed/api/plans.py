@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from threed.api.start import start
 from threed.base.errors import InputError, RunError, check_type
 from threed.base.quantity import many, show_bytes, show_count
-from threed.base.signals import BEGAN, STOPS, calm
+from threed.base.signals import ASKS, BEGAN, calm
 from threed.comm.environment import RankPlace, place_of_environment
 from threed.config import load as configs
 from threed.config.load import checked
@@ -265,8 +265,7 @@ def check_process(forks: bool) -> None:
 @contextmanager
 def own_signals() -> Iterator[None]:
     """Give the script its handlers back after the run."""
-    numbers = (*STOPS, signal.SIGUSR1)
-    before = {number: signal.getsignal(number) for number in numbers}
+    before = {number: signal.getsignal(number) for number in ASKS}
     try:
         yield
     finally:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from threed.base.signals import STOPS, handle
+from threed.base.signals import ASKS, SAVES, STOPS, handle
 
 ONE_S = 1.0  # within this time, signals are one request
 
@@ -22,18 +22,18 @@ class StopRequests:
         self.times = 0
         self._last_s = 0.0
 
-    def again(self) -> bool:
-        """A signal has come: whether it is a new request."""
+    def again(self, number: int) -> bool:
+        """A signal has come: whether it is a new request. The kernel repeats SIGXCPU each second."""
         now = time.monotonic()
-        if self.times and now - self._last_s < ONE_S:
+        if self.times and (now - self._last_s < ONE_S or number == signal.SIGXCPU):
             return False
         self.times, self._last_s = self.times + 1, now
         return True
 
 
 class Requests:
-    """SIGTERM, SIGINT and SIGHUP ask the run to save and stop, SIGUSR1 to save and go on. All ranks learn of
-    a request when they exchange the numbers of the step."""
+    """STOPS ask the run to save and stop, SAVES to save and go on. All ranks learn of a request when they
+    exchange the numbers of the step."""
 
     def __init__(self, answer: Callable[[int, int], None] | None = None) -> None:
         """`answer`: called with each request to stop, its signal and its number (1, 2 ...), at once, on a
@@ -41,11 +41,11 @@ class Requests:
         self.stop = self.save = False
         self.late: Callable[[], bool] = lambda: False  # whether the run's time is over
         handle(STOPS, self._on_stop)
-        handle([signal.SIGUSR1], self._on_save)
+        handle(SAVES, self._on_save)
         if answer is not None:
             self._listen(answer)
         # Signals that were blocked since the launcher forked are delivered now.
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [*STOPS, signal.SIGUSR1])
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKS)
 
     def take(self) -> tuple[bool, bool]:
         """Whether this rank was asked to stop, and to save. A request to save is returned once."""
@@ -65,7 +65,7 @@ class Requests:
 
         def body() -> None:
             while numbers := reads.recv(1):  # the interpreter writes the number of each signal
-                if numbers[0] in STOPS and asked.again():
+                if numbers[0] in STOPS and asked.again(numbers[0]):
                     self.stop = True
                     answer(numbers[0], asked.times)
 

@@ -1,5 +1,5 @@
-"""Signals in the first seconds of `threed train`, while libraries are imported and a run has nothing to
-save."""
+"""Signals that people and batch systems send: which ask a run to stop, and which to save; and what they do in
+the first seconds of `threed train`, while libraries are imported and a run has nothing to save."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from threed.base import console, marks
 
 BEGAN = "THREED_BEGAN"  # in the environment: when the run was started, in seconds since 1970
 RUNS = ("train", "eval", "generate", "calibrate")  # commands that compute
-STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGXCPU)  # to save, and end
+SAVES = (signal.SIGUSR1, signal.SIGUSR2)  # to save, and go on
+ASKS = (*STOPS, *SAVES)
 
 
 def handle(numbers: Iterable[int], handler: Any) -> None:
@@ -38,7 +40,7 @@ def begin() -> None:
         # For each try of a broken connection torch prints 40 lines of addresses; threed says it once.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         handle(STOPS, leave)
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        handle(SAVES, signal.SIG_IGN)
 
 
 def calm() -> None:

@@ -29,6 +29,7 @@ from threed.checkpoint.format import (
     weights_only,
 )
 from threed.checkpoint.lineage import Lineage, owner, read_latest, write_latest
+from threed.checkpoint.named import named
 from threed.optim.registry import OPTIMIZERS
 from threed.schema import Config, ModelConfig
 
@@ -59,10 +60,7 @@ def candidates(config: Config, say: Callable[[str], None]) -> Iterator[Candidate
                              "copies, or one of them, such as s3://BUCKET/RUN/step-00000100")
         yield Candidate(path, None, may_fall_back=False)
     elif resume != "never":
-        if not os.path.isdir(resume):
-            raise InputError(f"train.resume={resume}: there is no checkpoint here; give a folder such as "
-                             "runs/NAME/checkpoints/step-00000100, or auto")
-        yield Candidate(_as_in_folder(config, Path(resume)), None, may_fall_back=False)
+        yield Candidate(named(config), None, may_fall_back=False)
 
 
 def _of_lineage(config: Config, newest: str, lineage: Lineage) -> list[Path]:
@@ -85,12 +83,6 @@ def _complete(config: Config) -> list[Path]:
     except OSError as error:
         raise RunError(f"{folder(config)} cannot be listed: {error.strerror}; start again when that is "
                        "mended, or begin anew with train.resume=never") from None
-
-
-def _as_in_folder(config: Config, path: Path) -> Path:
-    """The path of a checkpoint; for a checkpoint of this run's folder, its path by that folder's name."""
-    same = folder(config) / path.name
-    return same if is_name(path.name) and path.resolve() == same.resolve() else path
 
 
 def begin_lineage(config: Config, path: Path | None, lineage: Lineage) -> None:

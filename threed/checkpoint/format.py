@@ -112,14 +112,18 @@ def foreign(path: Path) -> list[str]:
 
 
 def checkpoints(config: Config) -> list[Path]:
+    """`checkpoints_in` the folder of a run."""
+    return checkpoints_in(folder(config))
+
+
+def checkpoints_in(place: Path) -> list[Path]:
     """Folders that look like complete checkpoints, the newest first. A folder that cannot be opened is among
-    them: reading it gives an error with the reason. OSError where the folder of all checkpoints cannot be
-    listed."""
+    them: reading it gives an error with the reason. OSError where `place` cannot be listed."""
     try:
-        names = os.listdir(folder(config))
-    except FileNotFoundError:
+        names = os.listdir(place)
+    except (FileNotFoundError, NotADirectoryError):
         return []
-    paths = (folder(config) / name for name in names if is_name(name))
+    paths = (place / name for name in names if is_name(name))
     return sorted(filter(_has_manifest, paths), key=step_of, reverse=True)
 
 

@@ -20,7 +20,17 @@ from typing import Any, NamedTuple
 
 from threed.base.address import is_store
 from threed.base.errors import InputError
-from threed.checkpoint.format import LATEST, checkpoints, folder, is_name, replace_text, step_of, sync, unseal
+from threed.checkpoint.format import (
+    LATEST,
+    checkpoints,
+    checkpoints_in,
+    folder,
+    is_name,
+    replace_text,
+    step_of,
+    sync,
+    unseal,
+)
 from threed.comm import environment
 from threed.schema import Config
 
@@ -87,10 +97,11 @@ def latest_in(checkpoints: Path) -> tuple[str, Lineage | None]:
         return "", None
 
 
-def newest(config: Config) -> Path | None:
-    """The newest checkpoint in the folder of a run: what `latest` names, else that of the highest step."""
-    named, _ = read_latest(config)
-    found = checkpoints(config)
+def newest(place: Path) -> Path | None:
+    """The newest checkpoint in a folder of checkpoints: what `latest` names, else that of the highest
+    step."""
+    named, _ = latest_in(place)
+    found = checkpoints_in(place)
     return next((path for path in found if path.name == named), next(iter(found), None))
 
 

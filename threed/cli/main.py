@@ -60,8 +60,8 @@ def train(config: of.TrainPath, overrides: of.Overrides = None, quiet: of.Quiet 
     """Train. The command starts all ranks on this machine; under torchrun or srun it is one rank. On several
     machines, start each by launch/torchrun.sh CONFIG, which is python -m threed.torchrun CONFIG.
 
-    SIGTERM and Ctrl-C save a checkpoint and end the run; SIGUSR1 saves one and the run goes on. A run that is
-    started again goes on from its newest complete checkpoint (train.resume): threed train RUN.
+    SIGTERM and Ctrl-C save a checkpoint and end the run; SIGUSR1 and SIGUSR2 save one and the run goes on. A
+    run that is started again goes on from its newest complete checkpoint (train.resume): threed train RUN.
     """
     parent = os.getppid()
     path, words = to_train(config, overrides)

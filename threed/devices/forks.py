@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 
+from threed.base.signals import ASKS
+
 PRODUCT_S = 10  # how long a child may take for a small product on several threads
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGALRM)
+_SIGNALS = (*ASKS, signal.SIGALRM)
 
 
 def computes() -> bool:

@@ -33,7 +33,7 @@ from threed.comm.environment import PORT, RankPlace, endpoint, place_of_environm
 from threed.comm.rendezvous import is_here, is_loopback, route
 from threed.config import load as configs
 from threed.launcher import elastic
-from threed.launcher.attend import SIGNALS, Attendant
+from threed.launcher.attend import Attendant
 from threed.launcher.local import check_gpus, local_world_size
 from threed.launcher.processes import be_child
 from threed.launcher.rank import run_place
@@ -126,12 +126,12 @@ def be_rank(work: Work, parent: int) -> None:
     else the process ends here."""
     be_child(parent)
     early.handle(early.STOPS, early.leave)
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    early.handle(early.SAVES, signal.SIG_IGN)
     signal.signal(signal.SIGQUIT, signal.SIG_DFL)  # torch's, for the agent, raises an exception
     elastic.tell_launcher()
     if os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
         marks.begin("start")
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [*SIGNALS, signal.SIGCHLD])
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [*early.ASKS, signal.SIGCHLD])
     status = 0
     try:
         if work.script:

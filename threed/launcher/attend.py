@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 
 from threed.base import console
 from threed.base.requests import StopRequests
-from threed.base.signals import STOPS
+from threed.base.signals import ASKS, SAVES
 from threed.launcher.elastic import LAUNCHER, note_failure
 from threed.launcher.processes import ended_by
 from threed.training.stopped import AT_ONCE
@@ -40,7 +40,6 @@ LINGER_S = 2.0  # as `rank.LINGER_S`
 END_S = 3.0  # how long a rank may take to end after a second request to stop
 KILLED = (os.CLD_KILLED, os.CLD_DUMPED)
 ENDED = (os.CLD_EXITED, *KILLED)
-SIGNALS = (*STOPS, signal.SIGUSR1)
 
 
 @dataclass
@@ -58,7 +57,7 @@ class Attendant:
     """Begins to answer signals when it is made, before libraries are imported and before any other thread."""
 
     def __init__(self) -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, [*SIGNALS, signal.SIGCHLD])  # other threads inherit it
+        signal.pthread_sigmask(signal.SIG_BLOCK, [*ASKS, signal.SIGCHLD])  # other threads inherit it
         reads, writes = os.pipe()
         os.set_blocking(reads, False)
         os.set_inheritable(writes, True)
@@ -119,7 +118,7 @@ class Attendant:
 
     def _body(self) -> None:
         while True:
-            info = signal.sigtimedwait([*SIGNALS, signal.SIGCHLD], POLL_S)
+            info = signal.sigtimedwait([*ASKS, signal.SIGCHLD], POLL_S)
             self._see_ends()  # all of the last start, before the first of the next
             self._hear()
             if info is not None and info.si_signo != signal.SIGCHLD:
@@ -153,7 +152,7 @@ class Attendant:
             self._pass_on(self._number)
 
     def _answer(self, number: int) -> None:
-        if number == signal.SIGUSR1:
+        if number in SAVES:
             for pid in self.children:
                 _send(pid, number)
             return
@@ -163,7 +162,7 @@ class Attendant:
             early = f"stopped by {name} on {socket.gethostname()} {when}"
             console.say(AT_ONCE if self._number else early)
             self._leave(128 + number)
-        if self.asked.again():
+        if self.asked.again(number):
             self._number = number
             self._pass_on(number, again=True)
             if self.asked.times > 1:

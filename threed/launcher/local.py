@@ -24,7 +24,7 @@ from threed.base.console import RECORD, say
 from threed.base.errors import InputError
 from threed.base.requests import StopRequests
 from threed.base.restart import Failure, RankSteps, Restarts
-from threed.base.signals import handle
+from threed.base.signals import ASKS, STOPS, handle
 from threed.checkpoint.lineage import read_latest
 from threed.comm.environment import RESTARTS, RankPlace
 from threed.comm.process import file_store
@@ -34,7 +34,6 @@ from threed.launcher.processes import (
     CONTEXT,
     GRACE_S,
     HANG_GRACE_S,
-    SIGNALS,
     Preparation,
     be_rank,
     end_all,
@@ -67,16 +66,16 @@ class LocalLauncher:
         self.asked, self.steps = StopRequests(), RankSteps(config.world_size)
         self.hurried = 0  # the signal of a second request to stop
         self.when = "before the first step"  # for the message of a stop while no rank runs
-        handle(SIGNALS, self.forward)
+        handle(ASKS, self.forward)
 
     def forward(self, number: int, _: Any) -> None:
-        if number != signal.SIGUSR1:
+        if number in STOPS:
             if not self.ranks:
                 if self.preparing is not None:
                     self.preparing.kill()
                 say(f"stopped by {signal.Signals(number).name} {self.when}")
                 os._exit(128 + number)
-            if not self.asked.again():
+            if not self.asked.again(number):
                 return
             if self.asked.times == 1:
                 say(self.steps.of(0).answer() if self.task is None else "stopping; once more to stop now")

@@ -15,13 +15,12 @@ from typing import Any
 from threed.base import console
 from threed.base.console import flush, say, show
 from threed.base.errors import InputError, RunError
-from threed.base.signals import handle
+from threed.base.signals import ASKS, STOPS, handle
 from threed.data.cache import cache_root, remove_stale
 from threed.data.tokens import Prepared, prepare
 from threed.schema import Config
 
 CONTEXT = multiprocessing.get_context("fork")
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 GRACE_S = 5.0  # after the first rank has failed
 HANG_GRACE_S = 1.0  # a rank that hangs will not end by itself
 KILL_S = 20.0  # a process that SIGKILL has not ended within this time will not end
@@ -31,11 +30,11 @@ KILL_S = 20.0  # a process that SIGKILL has not ended within this time will not 
 def signals_wait() -> Iterator[None]:
     """Block signals while processes are forked: a child must not run its launcher's handlers, and a handler
     must not see half of the children."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    signal.pthread_sigmask(signal.SIG_BLOCK, ASKS)
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKS)
 
 
 def start(processes: Sequence[Any]) -> None:
@@ -135,8 +134,8 @@ class Preparation:
 
     def _body(self, load: Callable[[], Config], parent: int) -> None:
         be_child(parent)
-        handle(SIGNALS, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        handle(ASKS, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKS)
         try:
             config = load()
             self._send.send(prepare(config.data, config.model, self._say))
@@ -173,6 +172,6 @@ def prepare_apart(config: Config, say: Callable[[str], None]) -> Prepared:
         console.say(f"stopped by {signal.Signals(number).name}; the data are not prepared")
         os._exit(128 + number)
 
-    handle(SIGNALS[:3], leave)
+    handle(STOPS, leave)
     preparing.start()
     return preparing.result()

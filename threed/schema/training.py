@@ -85,7 +85,7 @@ class TrainConfig:
     sample_temperature: float = key(
         1.0, "0: always the most likely token; 1: as likely as the model says", least=0)
     resume: str = key("auto", "auto: the newest complete checkpoint in run.dir | never | a checkpoint's "
-                      "folder or address (copy_to)", path=expanded)
+                      "folder or address (copy_to), or a run's folder, whose newest is meant", path=expanded)
     on_nonfinite: str = key("stop", choices={
         "stop": "the run ends and says where", "skip": "the step is skipped and counted"})
     max_skipped: int = key(10, "steps in a row that skip leaves out before the run ends; 0: no limit",

@@ -6,8 +6,10 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import NoReturn
 
-from threed.base.quantity import parse_seconds
+from threed.base.errors import InputError
+from threed.base.quantity import parse_seconds, show_seconds
 from threed.comm.environment import began_s
 from threed.monitor.loggers.logger import model_size
 from threed.schema import Config
@@ -24,8 +26,9 @@ class Deadline:
     def __init__(self, config: Config, hosts: int, longest_save_s: Callable[[], float]):
         """`hosts`: that write. `longest_save_s`: of the saves so far; 0: there was none."""
         assert config.run.stop_after is not None
+        self._config, self._limit_s = config, parse_seconds(config.run.stop_after)
         # On the clock that nobody sets.
-        self._until = time.monotonic() + began_s() + parse_seconds(config.run.stop_after) - time.time()
+        self._until = time.monotonic() + began_s() + self._limit_s - time.time()
         self._longest_save_s = longest_save_s
         self._guess_s = model_size(config) * STATE_BYTES / WRITE_BPS / max(1, hosts)
         self._copy_s = config.checkpoint.copy_wait_s if config.checkpoint.copy_to is not None else 0.0
@@ -44,6 +47,15 @@ class Deadline:
         self._last = now
         self.reached = now + self.room_s > self._until
         return self.reached
+
+    def refuse(self, step: int) -> NoReturn:
+        """InputError for a start that has no time for its first step, which is `step`: a chain of jobs that
+        took it for done would start the next one, which has no time either."""
+        gone_s = self._limit_s - (self._until - time.monotonic())
+        raise InputError(f"run.stop_after={self._config.run.stop_after} leaves no time before step {step}: "
+                         f"{show_seconds(gone_s)} have gone into this start, and the end of the run is given "
+                         f"{show_seconds(self.room_s)}; nothing in {self._config.run.dir} has changed. Give "
+                         "it more time")
 
     @property
     def room_s(self) -> float:

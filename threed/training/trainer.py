@@ -13,6 +13,7 @@ from threed.base.errors import Stopped
 from threed.base.mesh import Coordinate, Mesh
 from threed.base.requests import Requests
 from threed.checkpoint.load import Resumed
+from threed.comm.environment import restarted
 from threed.data.mix import AnySplit, Mixture, Splits, Trees
 from threed.data.samples import Split, stacked
 from threed.engine.engine import Engine
@@ -114,6 +115,8 @@ class Trainer:
             with self.watch.phase("begin"):  # loading, or an attempt before this one, took time
                 late = self.deadline is not None and self.deadline.late()
                 self.stopping = bool(self.comm.numbers(float(self._requests.stop or late)).any())
+            if self.deadline and late and not restarted():
+                self.deadline.refuse(self.step_number + 1)
             self.begun = not self.stopping
         if self.begun:
             begin()

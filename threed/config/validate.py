@@ -22,7 +22,14 @@ from threed.models.check import unsound
 from threed.models.families.registry import calling, family_of
 from threed.models.layers.experts import ExpertsConfig
 from threed.models.tiling import cut_layers, layers_of, share_of
-from threed.schema import PIECES, CheckpointConfig, Config, ModelConfig, PrecisionConfig
+from threed.schema import (
+    PIECES,
+    CheckpointConfig,
+    Config,
+    ModelConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+)
 
 
 def validate(config: Config, world_size: int | None = None) -> list[Problem]:
@@ -288,8 +295,7 @@ def _check_schedule(config: Config) -> Iterator[Problem]:
 
 def warnings(config: Config) -> list[str]:
     """Settings that can run, but that a person may not have meant."""
-    lines = [*filter(None, [unlike(config)])]
-    optimizer, steps = config.optimizer, config.train.steps
+    lines, steps = [*filter(None, [unlike(config)])], config.train.steps
     if config.data.loss_mask != "none" and config.data.packing == "stream":
         lines.append(f"data.loss_mask={config.data.loss_mask} with data.packing=stream: windows cut "
                      "examples, and may part an answer from its prompt; data.packing=best-fit keeps them "
@@ -297,13 +303,7 @@ def warnings(config: Config) -> list[str]:
     if config.data.packing == "best-fit" and not config.data.document_mask:
         lines.append("data.packing=best-fit without data.document_mask=true: attention sees the other "
                      "documents of the window")
-    if optimizer.warmup_steps > steps:
-        lines.append(f"optimizer.warmup_steps={optimizer.warmup_steps} is longer than train.steps={steps}: "
-                     "the learning rate never reaches optimizer.lr")
-    for key, schedules in (("wsd_decay_steps", ("wsd",)), ("decay_steps", ("linear", "cosine", "wsd"))):
-        if (value := getattr(optimizer, key)) is not None and optimizer.schedule not in schedules:
-            lines.append(f"optimizer.{key}={value} does nothing here: "
-                         f"optimizer.schedule={optimizer.schedule}")
+    lines += _of_the_rate(config.optimizer, steps)
     if config.num_microbatches < config.num_stages and config.parallel.pp > 1:
         lines.append(f"{config.num_microbatches} micro-batches for {config.num_stages} pipeline stages: most "
                      "of the step is bubble; raise train.global_batch_size or lower train.micro_batch_size")
@@ -336,3 +336,37 @@ def warnings(config: Config) -> list[str]:
         lines.append("activation.contiguous=true does nothing here: activation.offload=cpu has an arena of "
                      "the host for kept inputs")
     return lines
+
+
+def _of_the_rate(optimizer: OptimizerConfig, steps: int) -> Iterator[str]:
+    """Schedules of the learning rate that end before they begin, or have keys without an effect."""
+    warmup, decay, last = optimizer.warmup_steps, optimizer.decay_steps, optimizer.wsd_decay_steps
+    decays, falls = optimizer.schedule != "constant", "the learning rate falls from optimizer.lr="
+    falls += f"{optimizer.lr:g} to optimizer.min_lr={optimizer.min_lr:g} in one step"
+    if not optimizer.lr:
+        yield "optimizer.lr=0: no step changes a weight"
+    if warmup > steps:
+        yield (f"optimizer.warmup_steps={warmup} is longer than train.steps={steps}: the learning rate never "
+               "reaches optimizer.lr")
+    elif decays and warmup == steps and (decay or 0) <= steps:
+        yield (f"optimizer.warmup_steps={warmup} is all of train.steps={steps}: the learning rate reaches "
+               "optimizer.lr in the last step, and never decays")
+    if not decays:
+        for key, value, usual in (("decay_steps", decay, None), ("min_lr", optimizer.min_lr, 0.0)):
+            if value != usual:
+                yield f"optimizer.{key}={value:g} does nothing here: optimizer.schedule=constant"
+    elif decay is not None and decay <= warmup < steps:
+        yield (f"optimizer.decay_steps={decay} is over when optimizer.warmup_steps={warmup} are: {falls}, "
+               "and stays there; decay_steps count from the first step of the run, warm-up included")
+    elif decay is not None and decay < steps and not optimizer.min_lr:
+        yield (f"optimizer.decay_steps={decay} is less than train.steps={steps}, and optimizer.min_lr is 0: "
+               f"the last {steps - decay} of the steps change no weight")
+    if optimizer.schedule != "wsd":
+        if last is not None:
+            yield (f"optimizer.wsd_decay_steps={last} does nothing here: "
+                   f"optimizer.schedule={optimizer.schedule}")
+    elif last is not None and warmup < (end := decay or steps) < warmup + last:
+        yield (f"optimizer.wsd_decay_steps={last} and optimizer.warmup_steps={warmup} are more than the {end} "
+               f"steps of the schedule: the decay has the last {end - warmup}")
+    elif last == 0:
+        yield f"optimizer.wsd_decay_steps=0: {falls}, after optimizer.decay_steps={decay or steps}"

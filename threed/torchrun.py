@@ -8,9 +8,12 @@ fails is said in a line. CONFIG may be a script that trains (FILE.py [ARGUMENT].
 
 from __future__ import annotations
 
+import difflib
 import os
+import re
+import sys
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from threed.base import console, marks
 from threed.base import signals as early
@@ -19,8 +22,12 @@ from threed.comm.environment import torchrun_variables
 from threed.launcher.attend import Attendant
 
 if TYPE_CHECKING:
-    from argparse import Namespace
+    from argparse import ArgumentParser, Namespace
 
+USE = "python -m threed.torchrun [OPTION]... CONFIG [KEY=VALUE]..."
+_RANKS = ("gpus", "ngpus", "num_gpus", "n_gpus", "gpus_per_node", "nproc", "np", "n", "procs", "ntasks",
+          "ntasks_per_node", "num_processes", "devices")  # what others call --nproc-per-node
+_NODES = ("nodes", "num_nodes", "n_nodes", "nnode", "num_machines")  # and --nnodes
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -52,7 +59,11 @@ def parse(argv: list[str] | None) -> Namespace:
     for name in ("node_rank", "master_addr", "master_port", "nproc_per_node", "max_restarts"):
         if f"PET_{name.upper()}" not in os.environ:
             parser.set_defaults(**{name: None})
+    words = list(sys.argv[1:] if argv is None else argv)
+    setattr(parser, "error", lambda message: _refuse(parser, words, message))  # noqa: B010
     args = parser.parse_args(argv)
+    if args.training_script == "train" and not os.path.exists("train"):
+        raise InputError(f"threed.torchrun trains by itself, without the word train: {USE}")
     for name in ("module", "no_python", "run_path"):
         if getattr(args, name):
             option = name.replace("_", "-")
@@ -61,6 +72,25 @@ def parse(argv: list[str] | None) -> Namespace:
     if args.start_method != "spawn":  # torchrun's default, and nobody else's choice
         raise InputError(f"threed.torchrun takes no --start-method={args.start_method}: it forks its ranks")
     return args
+
+
+def _refuse(parser: ArgumentParser, words: list[str], message: str) -> NoReturn:
+    """InputError in place of argparse's pages of options."""
+    if "arguments are required" in message:
+        raise InputError(f"give a config file, or a script that trains: {USE}")
+    found = re.search(r"(?:unrecognized arguments|ambiguous option): (--?([\w-]+)\S*)", message)
+    if found is None:
+        raise InputError(f"{message}; python -m threed.torchrun --help lists the options")
+    from threed.cli.options import ARGUMENTS, hint
+
+    option, name = found[1].partition("=")[0], found[2].replace("-", "_")
+    known = [each for action in parser._actions for each in action.option_strings if each.startswith("--")]
+    near = difflib.get_close_matches(option, known, 1, 0.8)
+    said = {**dict.fromkeys(_RANKS, "--nproc-per-node=N is the number of ranks of this node"),
+            **dict.fromkeys(_NODES, "--nnodes=N is the number of nodes"),
+            **dict.fromkeys(ARGUMENTS, "CONFIG is the first word after options")}.get(name)
+    said = said or (f"did you mean {near[0]}?" if near else hint(option, words)) or "see --help"
+    raise InputError(f"threed.torchrun has no option {option}: {said.removeprefix(f'{option}: ')}; {USE}")
 
 
 if __name__ == "__main__":

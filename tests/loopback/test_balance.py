@@ -19,6 +19,7 @@ from threed.engine.loopback import run_loopback
 from threed.features.travel.arrivals import Arrivals, room_for
 from threed.models.layers.experts import Routes
 from threed.monitor.measure import Meter
+from threed.monitor.spread import Spread
 from threed.planner import make_mesh, make_plan
 from threed.program.analysis import Analysis
 from threed.program.summary import stages
@@ -188,3 +189,19 @@ def test_biases_have_32_bits(more, monkeypatch):
 
 def test_no_experts_no_metrics():
     assert metrics_of(tiny("model.layers=2", "model.hidden=16", VERIFY))[0] == [{}] * STEPS
+
+
+@pytest.mark.core
+def test_a_capacity_that_drops_many_is_said_once():
+    """Above a tenth of the choices of a step, over all ranks; what exceeds memory is another line."""
+    def look(spread: Spread, dropped: list[float], beyond: float = 0.0) -> list[str]:
+        ranks = torch.ones(2)
+        spread.look(ranks, ranks, beyond * ranks, 100 * ranks, torch.tensor(dropped))
+        return spread.warnings
+
+    spread = Spread()
+    assert not look(spread, [0.0, 20.0])  # a tenth
+    (line,) = look(spread, [98.0, 78.0], beyond=1.0)[1:]
+    assert line.startswith("warning: model.moe_capacity drops 88% of the choices of this step")
+    assert not look(spread, [98.0, 78.0], beyond=1.0), "each once"
+    assert not Spread().look(torch.zeros(2), *[torch.zeros(2)] * 4), "no experts: no numbers"

@@ -119,3 +119,36 @@ def test_what_torchrun_would_not_say(argv, words, monkeypatch, tmp_path):
 def test_endpoints(text, host, port):
     given = torchrun_variables({"PET_NNODES": "2", "PET_RDZV_ENDPOINT": text})
     assert (given["PET_MASTER_ADDR"], given.get("PET_MASTER_PORT")) == (host, port)
+
+
+@pytest.mark.parametrize(("argv", "says"), [
+    ([], "give a config file, or a script that trains"),
+    (["--nproc-per-node=2"], "give a config file, or a script that trains"),
+    (["--nproc-per-node=2", "parallel.tp=2"], "there is no config file before the override parallel.tp=2"),
+    (["train", "configs/toy.yaml"], "without the word train"),
+    (["--gpus", "2", "configs/toy.yaml"], "no option --gpus: --nproc-per-node=N"),
+    (["--ntasks=2", "configs/toy.yaml"], "no option --ntasks: --nproc-per-node=N"),
+    (["--nproc", "2", "configs/toy.yaml"], "no option --nproc: --nproc-per-node=N"),
+    (["--nodes=2", "configs/toy.yaml"], "no option --nodes: --nnodes=N"),
+    (["--max-restart=x", "configs/toy.yaml"], "invalid int value: 'x'; .* --help lists"),
+    (["--max-restartz=1", "configs/toy.yaml"], "did you mean --max-restarts"),
+    (["--lr", "1e-3", "configs/toy.yaml"], "leave out the dashes: optimizer.lr=1e-3"),
+    (["--config", "configs/toy.yaml"], "CONFIG is the first word after options"),
+    (["--no-such", "configs/toy.yaml"], "no option --no-such")])
+def test_wrong_arguments_are_a_line(argv, says, capsys):
+    """The reason, and not the list of torch's options before it."""
+    with pytest.raises(InputError, match=says) as caught:
+        run(parse(argv), Attendant.__new__(Attendant))
+    assert "\n" not in str(caught.value) and not capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["check"], ["show"]])
+def test_an_override_in_place_of_a_config(command, monkeypatch, capsys):
+    from threed.cli import main as cli
+
+    monkeypatch.setattr("sys.argv", ["threed", *command, "parallel.tp=2"])
+    with pytest.raises(SystemExit) as left:
+        cli.main()
+    assert left.value.code == 2
+    assert capsys.readouterr().err == ("threed: there is no config file before the override parallel.tp=2: "
+                                       "give one, as in CONFIG parallel.tp=2\n")

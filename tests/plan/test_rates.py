@@ -15,7 +15,8 @@ def said(*words: str) -> list[str]:
 
 
 @pytest.mark.parametrize("words", [
-    [], ["warmup_steps=9"], ["warmup_steps=10", "decay_steps=100"], ["warmup_steps=2", "decay_steps=10"], ["decay_steps=20"], ["schedule=constant"],
+    [], ["warmup_steps=9"], ["warmup_steps=10", "decay_steps=100"],
+    ["warmup_steps=2", "decay_steps=10"], ["decay_steps=20"], ["schedule=constant"],
     ["decay_steps=6", "min_lr=1e-5"], ["schedule=wsd", "wsd_decay_steps=8", "warmup_steps=2"],
     ["schedule=wsd", "warmup_steps=10", "decay_steps=100"], ["schedule=constant", "warmup_steps=10"],
     ["schedule=wsd", "decay_steps=200", "wsd_decay_steps=150", "warmup_steps=10"],

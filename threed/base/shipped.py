@@ -40,6 +40,8 @@ def find_file(path: str | Path) -> Path:
     inside = Path(*path.parts[1:]) if path.parts[:1] == ("configs",) else path
     if not path.is_absolute() and (shipped / inside).is_file():
         return shipped / inside
+    if "=" in path.name:
+        raise InputError(f"there is no config file before the override {path}: give one, as in CONFIG {path}")
     from threed.base.words import nearest
 
     known = sorted(f"configs/{file.name}" for file in shipped.glob("*.yaml"))

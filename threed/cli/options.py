@@ -206,19 +206,27 @@ def is_given(context: typer.Context, name: str) -> bool:
 UsageError: Any = typer.BadParameter.__bases__[0]  # of click, or of the click that typer brings
 
 
-_ARGUMENTS = ("config", "config_file", "config_path", "cfg", "conf", "c", "f", "file", "yaml")
+ARGUMENTS = ("config", "config_file", "config_path", "cfg", "conf", "c", "f", "file", "yaml")
 
 
 def instead(error: Exception, words: list[str]) -> list[str]:
     """What to write in place of an option or a command that there is not. `words`: of the command line."""
-    from threed.base.words import COMMANDS, meant
+    from threed.base.words import COMMANDS
+
+    option = getattr(error, "option_name", None)
+    if option is not None:
+        said = hint(option, words)
+    else:
+        said = COMMANDS.get(words[0].lower()) if words and "No such command" in str(error) else None
+    return [said] if said else []
+
+
+def hint(option: str, words: list[str]) -> str | None:
+    """What to write in place of an option that there is not; None where that is not known."""
+    from threed.base.words import meant
     from threed.config.load import known_keys
     from threed.config.synonyms import ours
 
-    option = getattr(error, "option_name", None)
-    if option is None:
-        said = COMMANDS.get(words[0].lower()) if words and "No such command" in str(error) else None
-        return [said] if said else []
     at, word = next(((index, word) for index, word in enumerate(words)
                      if word.partition("=")[0] == option), (-1, option))
     name, equals, value = word.lstrip("-").partition("=")
@@ -229,12 +237,12 @@ def instead(error: Exception, words: list[str]) -> list[str]:
     known = [key for key in (name, f"{name}.name") if key in keys] or [
         key for key in keys if key.rpartition(".")[2] == name]
     if known:
-        return [f"{option} is a key of the config: leave out the dashes: {key}={value}" for key in known[:1]]
-    if name in _ARGUMENTS:
-        return [f"{option} is no option: CONFIG is the first word, as in threed {words[0]} "
-                f"{value if value != 'VALUE' else 'my.yaml'}"]
+        return f"{option} is a key of the config: leave out the dashes: {known[0]}={value}"
+    if name in ARGUMENTS:
+        return (f"{option} is no option: CONFIG is the first word, as in threed {words[0]} "
+                f"{value if value != 'VALUE' else 'my.yaml'}")
     said = meant(option) or ours(option)
-    return [f"{option}: {said}"] if said else []
+    return said and f"{option}: {said}"
 
 
 def documented(command: Callable[..., Any]) -> Callable[..., Any]:

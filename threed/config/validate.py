@@ -366,7 +366,7 @@ def _of_the_rate(optimizer: OptimizerConfig, steps: int) -> Iterator[str]:
             yield (f"optimizer.wsd_decay_steps={last} does nothing here: "
                    f"optimizer.schedule={optimizer.schedule}")
     elif last is not None and warmup < (end := decay or steps) < warmup + last:
-        yield (f"optimizer.wsd_decay_steps={last} and optimizer.warmup_steps={warmup} are more than the {end} "
-               f"steps of the schedule: the decay has the last {end - warmup}")
+        yield (f"optimizer.wsd_decay_steps={last} and optimizer.warmup_steps={warmup} are more than the "
+               f"{end} steps of the schedule: the decay has the last {end - warmup}")
     elif last == 0:
         yield f"optimizer.wsd_decay_steps=0: {falls}, after optimizer.decay_steps={decay or steps}"

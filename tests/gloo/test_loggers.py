@@ -40,6 +40,7 @@ def test_all_five(start, tmp_path):
     env = {"TMPDIR": str(scratch), "MLFLOW_TRACKING_URI": ""}
     run = start(*all_five, "train.steps=1000", env=env)
     run.wait_for("saved")
+    _await_loggers(run, tmp_path / "run")
     address = re.search(r"prometheus reads (\S+)", run.output)
     assert address, run.output
     text = urllib.request.urlopen(address[1], timeout=20).read().decode()
@@ -63,6 +64,18 @@ def test_all_five(start, tmp_path):
         assert re.search(rf"^{name} +\S.*{place}", run.output, re.M), run.output
     assert not list(scratch.glob("*wandb*")) and len(expected) == done + 4
     assert not (tmp_path / "run" / "wandb" / "tmp").exists()
+
+
+def _await_loggers(run, folder) -> None:
+    """Loggers start beside the run: until each has what has come so far."""
+    until = time.monotonic() + 120
+    while time.monotonic() < until:
+        sent = [file.read_text().count("\n") for file in folder.glob("mlflow/*/*/metrics/train/loss")]
+        begun = all((folder / f"{name}-run").exists() for name in ("wandb", "mlflow", "trackio"))
+        if begun and sent and sent[0] >= len(metrics(folder)) - 1 and "prometheus reads" in run.output:
+            return
+        time.sleep(0.2)
+    raise AssertionError(run.output)
 
 
 def _read_tensorboard(folder, rows) -> None:

@@ -130,7 +130,12 @@ def test_wandb_online(tmp_path, monkeypatch):
         with server(200, WANDB) as found:
             os.environ["WANDB_BASE_URL"] = found.url
             run = Beside("wandb", Wandb(), said.append)
-            assert run.start(about(toy(tmp_path / "b"), said), None) == "fake0001"
+            noted: list[str] = []
+            run.start(about(toy(tmp_path / "b"), said), None, noted.append)
+            until = time.monotonic() + 60
+            while not noted and time.monotonic() < until:
+                time.sleep(0.1)
+            assert noted == ["fake0001"]
             assert len(said) == 1 and "/run-" in run.logger.place
             found.answer = 500  # from now on: what it is sent stays on the disk
             run.call("metrics", 1, {"train/loss": 5.5})

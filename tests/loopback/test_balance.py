@@ -200,7 +200,7 @@ def test_a_capacity_that_drops_many_is_said_once():
         return spread.warnings
 
     spread = Spread()
-    assert not look(spread, [0.0, 20.0])  # a tenth
+    assert not look(spread, [0.0, 19.0])
     (line,) = look(spread, [98.0, 78.0], beyond=1.0)[1:]
     assert line.startswith("warning: model.moe_capacity drops 88% of the choices of this step")
     assert not look(spread, [98.0, 78.0], beyond=1.0), "each once"

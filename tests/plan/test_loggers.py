@@ -157,7 +157,7 @@ def off(name: str, made: Logger, config: Config) -> str:
     """The line with which a logger that fails while it starts is off."""
     said: list[str] = []
     run = Beside(name, made, said.append)
-    assert run.start(about(config, 0, said), None) is None
+    run.start(about(config, 0, said), None, print)
     run.call("metrics", 1, ROW)
     run.finish(ENDED)
     assert run.wait(10) and run.is_off
@@ -185,7 +185,12 @@ def test_mlflow_is_not_reached(tmp_path, monkeypatch):
     with server(200, MLFLOW) as found:
         os.environ["MLFLOW_TRACKING_URI"] = found.url
         run = Beside("mlflow", MLflow(), said.append)
-        assert run.start(about(toy(tmp_path)), None) == "r1" and not said
+        noted: list[str] = []
+        run.start(about(toy(tmp_path)), None, noted.append)
+        run.call("metrics", 1, ROW)
+        while not noted and not said:
+            time.sleep(0.05)
+        assert noted == ["r1"] and not said
     run.call("metrics", 1, ROW)  # the server has gone
     assert run._over.wait(30) and run.is_off and said[0].startswith("warning: mlflow is off: ")
 
@@ -281,15 +286,15 @@ def fails() -> None:
 
 
 def test_calls_keep_their_order(tmp_path):
-    made, said = Bad(), []
+    made, said, noted = Bad(), [], []
     run = Beside("x", made, said.append)
-    assert run.start(about(toy(tmp_path)), None) == "me"
+    run.start(about(toy(tmp_path)), None, noted.append)
     run.call("metrics", 1, {})
     run.call("picture", 2, "svg")
     run.call("metrics", 2, {})
     run.call("metrics", 3, {})
     run.finish("ended")
-    assert run.wait(10) and not said
+    assert run.wait(10) and not said and noted == ["me"]
     assert made.calls == [(1, {}), (2, "svg"), (2, {}), (3, {}), "ended"]
 
 
@@ -299,7 +304,7 @@ def test_a_failure_is_a_line(where, how, tmp_path):
     """Once, whatever comes later; SystemExit of a library too."""
     said: list[str] = []
     run = Beside("x", Bad(**{where: how}), said.append)
-    run.start(about(toy(tmp_path)), None)
+    run.start(about(toy(tmp_path)), None, print)
     for step in range(3):
         run.call("metrics", step, {})
     run.finish("ended")
@@ -310,24 +315,72 @@ def test_a_failure_is_a_line(where, how, tmp_path):
 
 
 def test_a_logger_that_hangs(tmp_path, monkeypatch):
-    """The run waits at its start alone, for a time; later it is told, and at last gives the logger up."""
-    monkeypatch.setattr(beside, "START_S", 0.2)
+    """At its start, too, the run does not wait; it is told, and at last gives the logger up."""
     monkeypatch.setattr(beside, "LATE_S", 0.2)
     monkeypatch.setattr(beside, "MOST_WAITING", 5)
-    over, said = threading.Event(), []
-    run = Beside("x", Bad(start=over.wait), said.append)
-    assert run.start(about(toy(tmp_path)), None) is None and "has not started within 0.2 s" in said[0]
-    run = Beside("x", Bad(metrics=over.wait), said.append)
-    run.start(about(toy(tmp_path)), None)
-    run.call("metrics", 1, {})
-    time.sleep(0.4)
-    run.call("metrics", 2, {})
-    assert "x has not answered for 0.2 s; the run goes on" in said[1]
-    run.finish("ended")
-    assert not run.wait(0.1) and not run.is_off
-    for step in range(3, 8):
+    for where in ("start", "metrics"):
+        over, said, noted = threading.Event(), [], []
+        run, began = Beside("x", Bad(**{where: over.wait}), said.append), time.monotonic()
+        run.start(about(toy(tmp_path)), None, noted.append)
+        run.call("metrics", 1, {})
+        assert time.monotonic() - began < 0.2
+        time.sleep(0.4)
+        run.call("metrics", 2, {})
+        assert "x has not answered for 0.2 s; the run goes on" in said[0]
+        run.finish("ended")
+        assert not run.wait(0.1) and not run.is_off and bool(noted) == (where == "metrics")
+        for step in range(3, 8):
+            run.call("metrics", step, {})
+        assert run.is_off and " steps behind" in said[1] and len(said) == 2
+        over.set()
+
+
+def test_a_logger_that_starts_late_gets_all_steps(tmp_path):
+    over, made = threading.Event(), Bad(start=lambda: over.wait(10))
+    run = Beside("x", made, print)
+    run.start(about(toy(tmp_path)), None, print)
+    for step in range(1, 4):
         run.call("metrics", step, {})
-    assert run.is_off and "6 steps behind" in said[2] and len(said) == 3
+    over.set()
+    run.finish("ended")
+    assert run.wait(10) and made.calls == [(1, {}), (2, {}), (3, {}), "ended"]
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_no_library_holds_up_the_first_step(name, tmp_path, monkeypatch):
+    """Each imports its library, or asks its server, beside the training, however long that takes."""
+    over, asked = threading.Event(), threading.Event()
+
+    def slow(*_: object, **__: object) -> None:
+        asked.set()
+        over.wait(10)
+        raise ConnectionError("it has taken long")
+
+    made, said, began = make(name), [], time.monotonic()
+    monkeypatch.setattr(made, "start", slow)
+    run = Beside(name, made, said.append)
+    run.start(about(toy(tmp_path)), None, print)
+    assert time.monotonic() - began < 2 and asked.wait(10)
+    over.set()
+    assert run._over.wait(10) and run.is_off and said[0].startswith(f"warning: {name} is off: ")
+
+
+def test_a_server_that_is_asked_for_is_waited_for(tmp_path, monkeypatch):
+    """monitor.wandb=online: the run does not start without it; for so long alone."""
+    monkeypatch.setattr(beside, "START_S", 0.2)
+    config, over, said = toy(tmp_path, "monitor.wandb=online"), threading.Event(), []
+    made = make("wandb")
+    assert made.required(about(config)) and not made.required(about(toy(tmp_path)))
+
+    def refuses(*_: object) -> None:
+        raise InputError("no server")
+
+    monkeypatch.setattr(made, "start", refuses)
+    with pytest.raises(InputError, match="no server"):
+        Beside("wandb", made, said.append).start(about(config), None, print)
+    monkeypatch.setattr(made, "start", lambda *_: over.wait(10))
+    Beside("wandb", made, said.append).start(about(config), None, print)
+    assert "has not started within 0.2 s" in said[0]
     over.set()
 
 

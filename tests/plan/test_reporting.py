@@ -16,7 +16,7 @@ from threed.training.callbacks import Reporting
 @pytest.fixture
 def trainer(tmp_path) -> Any:
     said: list[str] = []
-    log = SimpleNamespace(say=said.append, said=said, sent=[], run_id="id")
+    log = SimpleNamespace(say=said.append, said=said, sent=[], has=lambda name: True)
     log.report = log.sent.append
     config = SimpleNamespace(run=SimpleNamespace(dir=str(tmp_path)), monitor=SimpleNamespace(report=True),
                              model=SimpleNamespace(family="gpt"))
@@ -63,7 +63,7 @@ def test_a_page_that_fails(how, words, trainer, monkeypatch, tmp_path):
 def test_none_is_made(why, trainer, monkeypatch):
     started, log = ends(monkeypatch), trainer.log
     if why == "no wandb":
-        log.run_id = None
+        log.has = lambda name: False
     elif why == "not asked for":
         trainer.config.monitor.report = False
     elif why == "hurried":  # a run that is to stop has seconds

@@ -40,7 +40,9 @@ import os
 import socket
 import threading
 import time
+import uuid
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -137,11 +139,20 @@ class Log:
             if known is None and (again if name == "wandb" else about.goes_on):
                 with contextlib.suppress(OSError):
                     known = note.read_text().strip() or None
+            if name == "wandb":  # checkpoints name it, and do not wait until wandb has started
+                self.run_id = known = known or os.environ.get("WANDB_RUN_ID") or uuid.uuid4().hex[:8]
             self.loggers.append(logger)
-            if (known := logger.start(about, known)) is not None:
-                self.run_id = known if name == "wandb" else self.run_id
-                with contextlib.suppress(OSError):
-                    note.write_text(f"{known}\n")
+            logger.start(about, known, partial(self._began, name, note))
+
+    def _began(self, name: str, note: Path, run_id: str) -> None:
+        if name == "wandb":
+            self.run_id = run_id
+        with contextlib.suppress(OSError):
+            note.write_text(f"{run_id}\n")
+
+    def has(self, name: str) -> bool:
+        """Whether a logger gets what is sent."""
+        return any(logger.name == name and not logger.is_off for logger in self.loggers)
 
     def doing(self, what: str) -> None:
         """Note what the run does from now on (`monitor.goodput`)."""

@@ -13,8 +13,8 @@ DROPPED = 0.1  # share of a step's choices above which what a capacity drops is 
 
 
 class Spread:
-    """Makes metrics from all ranks' numbers. The first step in which rows exceed the room, or a capacity drops
-    many of them, is a warning."""
+    """Makes metrics from all ranks' numbers. The first step in which rows exceed the room is a warning, and
+    so is the first in which a capacity drops many."""
 
     def __init__(self) -> None:
         self.warnings: list[str] = []  # of this step

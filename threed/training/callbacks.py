@@ -223,7 +223,7 @@ class Reporting(Callback):
 
     def on_end(self, trainer: Trainer) -> None:
         log, folder = trainer.log, Path(trainer.config.run.dir)
-        if log is None or log.run_id is None or not trainer.config.monitor.report or trainer.hurried:
+        if log is None or not log.has("wandb") or not trainer.config.monitor.report or trainer.hurried:
             return
         if trainer.config.model.family.startswith(GIVEN):
             log.say("no report for wandb: threed.report draws it in the script that has the layers")

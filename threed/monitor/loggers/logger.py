@@ -56,9 +56,13 @@ class Logger:
     place = ""  # where its files are, or its address, for the end of the run
     kept = ""  # what stands, and how to use it, when the logger has failed
 
+    def required(self, about: About) -> bool:
+        """Whether the run must not start without this logger."""
+        return False
+
     def start(self, about: About, run_id: str | None) -> str | None:
         """Begin, or go on with the run `run_id`. Returns the id by which it can go on later. InputError where
-        the run must not start."""
+        the logger is `required`, and does not start."""
 
     def metrics(self, rows: Sequence[tuple[int, Metrics]]) -> None:
         """Steps with their numbers, in order; None: not known. Numbers may be infinite or NaN."""

@@ -1,7 +1,8 @@
 """Beside: a logger's calls, on a thread beside the training. The one place where a logger fails: the first
 failure is a line on the console, and the logger is off from then on; the run goes on.
 
-A server that does not answer holds up the thread, and not the run.
+A library that takes long to import, or a server that does not answer, holds up the thread, and not the run:
+what a logger misses meanwhile is kept for it. The run waits for one alone without which it must not start.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 from threed.base.errors import InputError
 from threed.monitor.loggers.logger import About, Logger, Metrics, first_line
 
-START_S = 60.0  # how long the run waits for a logger to start
+START_S = 60.0  # how long the run waits for a logger without which it must not start
 LATE_S = 60.0  # after which a line says that a logger does not answer
 MOST_WAITING = 10_000  # calls
 
@@ -31,26 +32,29 @@ class Beside:
         self._thread = threading.Thread(target=self._work, daemon=True, name=f"logger {name}")
         self._over = threading.Event()
 
-    def start(self, about: About, run_id: str | None) -> str | None:
-        """Start the logger, and return the id of its run. InputError where the run must not start."""
-        done, answer = threading.Event(), []
+    def start(self, about: About, run_id: str | None, note: Callable[[str], None]) -> None:
+        """Start the logger. `note` gets the id of its run, once that is known. InputError where the run must
+        not start without this logger, and it does not."""
+        done, refused = threading.Event(), []
 
         def begin() -> None:
             try:
-                answer.append(self.logger.start(about, run_id))
+                if (known := self.logger.start(about, run_id)) is not None:
+                    note(known)
             except InputError as error:
-                answer.append(error)
+                refused.append(error)
                 self.is_off = True
             finally:
                 done.set()
 
         self._calls.append(("", (begin,)))
         self._thread.start()
+        if not self.logger.required(about):
+            return
         if not done.wait(START_S):
             self._fail(f"it has not started within {START_S:g} s")
-        if answer and isinstance(answer[0], InputError):
-            raise answer[0]
-        return answer[0] if answer else None
+        if refused:
+            raise refused[0]
 
     def call(self, method: str, *arguments: Any) -> None:
         """Have a method called soon. Returns at once, and raises nothing."""

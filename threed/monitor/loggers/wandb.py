@@ -8,10 +8,12 @@ started once goes on, whatever becomes of the server.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import sys
 import tempfile
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -67,6 +69,9 @@ class Wandb(Logger):
         self._run: Any = None
         self._scratch: Path | None = None
 
+    def required(self, about: About) -> bool:
+        return about.config.monitor.wandb == "online" and not restarted()
+
     def start(self, about: About, run_id: str | None) -> str | None:
         mode, problem = wandb_mode(about.config.monitor.wandb)
         server = os.environ.get("WANDB_BASE_URL") or SERVER
@@ -81,7 +86,7 @@ class Wandb(Logger):
         _import(self._scratch)
         if mode == "online":
             problem = problem or self._start_online(about, run_id, server)
-            if problem is not None and about.config.monitor.wandb == "online" and not restarted():
+            if problem is not None and self.required(about):
                 raise InputError(f"monitor.wandb=online, but {problem}. Mend that, or train with "
                                  "monitor.wandb=auto, which goes on offline where wandb is not reached")
         if problem is not None:
@@ -142,16 +147,18 @@ def _import(scratch: Path) -> None:
     if "wandb" in sys.modules:
         return
     shutil.rmtree(scratch, ignore_errors=True)  # of a process that was killed
-    usual = tempfile.tempdir
-    try:
+    usual, mine = tempfile.mkdtemp, threading.get_ident()
+
+    def mkdtemp(suffix: Any = None, prefix: Any = None, dir: Any = None) -> Any:
+        return usual(suffix, prefix, scratch if dir is None and threading.get_ident() == mine else dir)
+
+    with contextlib.suppress(OSError):  # a full disk: wandb says so
         scratch.mkdir(parents=True, exist_ok=True)
-        tempfile.tempdir = str(scratch)
-    except OSError:
-        pass  # a full disk: wandb says so
+    tempfile.mkdtemp = mkdtemp  # pyright: ignore
     try:
         import wandb  # noqa: F401
     finally:
-        tempfile.tempdir = usual
+        tempfile.mkdtemp = usual
 
 
 def _init(config: Config, run_id: str | None, mode: str) -> Any:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from threed.checkpoint.differences import IN_ONE_LINE, NOT_COMPARED, changed_keys, notes
+from threed.checkpoint.differences import IN_ONE_LINE, NOT_COMPARED, changed_keys, notes, tokens_seen
 from threed.config.load import known_keys, load
 from threed.models.families.registry import FAMILIES
 from threed.optim.rate import learning_rate
@@ -107,6 +107,15 @@ def test_what_becomes_of_the_state():
         "loss scale is 1"]
     assert said(["precision.dtype=bf16"], ["precision.dtype=bf16", "precision.master=none"])[0].endswith(
         "fp32 weights are rounded to bf16")
+
+
+def test_tokens_after_another_seq_len():
+    """They are counted, and do not follow from the samples: those of the run so far had another length."""
+    older = saved(load(None, ["model.seq_len=64"]))
+    assert tokens_seen({}) == 0 and tokens_seen(older) == 64 * 64 and tokens_seen({**older, "tokens": 9}) == 9
+    (line,) = said(["model.seq_len=64"], ["model.seq_len=32"])
+    assert line.startswith("model.seq_len was 64, is 32; windows are cut anew")
+    assert line.endswith("; the run has seen 4096 tokens")
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine", "wsd"])

@@ -187,7 +187,6 @@ def test_mlflow_is_not_reached(tmp_path, monkeypatch):
         run = Beside("mlflow", MLflow(), said.append)
         noted: list[str] = []
         run.start(about(toy(tmp_path)), None, noted.append)
-        run.call("metrics", 1, ROW)
         while not noted and not said:
             time.sleep(0.05)
         assert noted == ["r1"] and not said

@@ -133,8 +133,11 @@ def read_manifest(path: Path, config: Config, trains: bool = True,
     different = [f"model.{key}={given.get(key)} there, {mine[key]} here" for key in mine
                  if key not in free and given.get(key) != mine[key]]
     if different:
-        raise InputError(f"checkpoint {path} is of another model: {'; '.join(different)}; give "
-                         "the model its sizes" + ("" if base else ", or a new run a run.dir of its own"))
+        bias = ("; the biases of model.balance=bias are weights of the model: with another balance, or "
+                "without biases, it would choose other experts" if given.get("balance") != mine.get("balance")
+                else "")
+        raise InputError(f"checkpoint {path} is of another model: {'; '.join(different)}{bias}; give the "
+                         "model its sizes" + ("" if base else ", or a new run a run.dir of its own"))
     saved = {kind for entry in manifest["parameters"].values() for kind in entry["sums"]}
     missing = [buffer.name for buffer in OPTIMIZERS[config.optimizer.name].buffers
                if buffer.name not in saved]
@@ -165,8 +168,8 @@ def as_begun(manifest: dict[str, Any], config: Config) -> dict[str, Any]:
     weights alone, and begins at step 0."""
     if not is_base(manifest, config):
         return manifest
-    return {**manifest, **dict.fromkeys(("step", "updates", "samples", "skipped"), 0), "loss_scaler": {},
-            "waiting": None, "wandb_id": None, "weights_only": True}
+    return {**manifest, **dict.fromkeys(("step", "updates", "samples", "tokens", "skipped"), 0),
+            "loss_scaler": {}, "waiting": None, "wandb_id": None, "weights_only": True}
 
 
 def _adapters(model: dict[str, Any]) -> dict[str, Any]:

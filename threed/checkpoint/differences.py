@@ -47,7 +47,6 @@ IN_ONE_LINE = ("parallel.", "zero.", "activation.", "offload.optimizer", "offloa
 _WINDOWS = "; windows are cut anew, in another order: of this epoch some text is seen again, and some is not"
 _EFFECTS = {
     "train.seed": "; the order of samples and dropout are others from here on: some samples are seen again",
-    "model.seq_len": _WINDOWS,
     "data.validation_fraction": _WINDOWS + ", and some may have been trained on that are held out now",
     "data.packing": _WINDOWS,
     "data.document_mask": "; the loss is of another task, and is not comparable",
@@ -80,6 +79,13 @@ def notes(path: Path, manifest: dict[str, Any], config: Config) -> list[str]:
     return head + lines if lines else []
 
 
+def tokens_seen(manifest: dict[str, Any]) -> int:
+    """The tokens of a run so far, by the manifest of its checkpoint ({}: none). An older one knows samples
+    alone, which then had one length."""
+    length = manifest.get("config", {}).get("model", {}).get("seq_len", 1)
+    return manifest.get("tokens", manifest.get("samples", 0) * length)
+
+
 def changed_keys(theirs: dict[str, Any], config: Config) -> list[tuple[str, Any, Any]]:
     """(key, its value in a manifest's config, its value now) of each that is compared and differs. A key that
     an older version did not know had its default."""
@@ -107,6 +113,8 @@ def _effect(key: str, manifest: dict[str, Any], config: Config) -> str:
         return f"; fp32 weights are rounded to {config.precision.dtype}"
     if key == "train.global_batch_size":
         return f"; the run has seen {manifest['samples']} sequences, and goes on with the next"
+    if key == "model.seq_len":
+        return f"{_WINDOWS}; the run has seen {tokens_seen(manifest)} tokens"
     return _EFFECTS.get(key, "")
 
 

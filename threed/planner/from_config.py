@@ -6,7 +6,7 @@ import json
 import reprlib
 from pathlib import Path
 
-from threed.base.errors import InputError
+from threed.base.errors import ConfigError, InputError
 from threed.config.load import checked, of_values
 from threed.planner import analyse
 from threed.program.analysis import Analysis
@@ -15,6 +15,7 @@ from threed.program.plan import Plan
 from threed.schema import Config
 
 CONFIG = "config.json"
+_ADDED = ("parallel.schedule", "optimizer.name", "model.family")  # whose values a script may add
 
 
 def analysed(what: Config | Plan | Analysis) -> Analysis:
@@ -65,4 +66,11 @@ def load_config(run: Path) -> Config:
         raise InputError(f"{file}: there is none; is {run} the run.dir of a run?") from None
     except (OSError, ValueError) as error:
         raise InputError(f"{file} cannot be read: {' '.join(str(error).split())}") from None
-    return of_values(values, str(file))
+    try:
+        return of_values(values, str(file))
+    except ConfigError as error:
+        if not any(each.key in _ADDED for each in error.problems):
+            raise
+        advice = ("The run has started with it, so its script adds it (threed.extend): call threed.evaluate, "
+                  "threed.generate or threed.report there, in place of the command")
+        raise ConfigError(error.problems, str(file), advice) from None

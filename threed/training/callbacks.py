@@ -73,8 +73,9 @@ class Saving(Callback):
 
     def _counters(self, trainer: Trainer) -> dict[str, object]:
         """The values that a checkpoint holds besides weights and optimizer state."""
-        return {"samples": trainer.samples, "skipped": trainer.skipped.total, "data": trainer.identity,
-                "made_for": trainer.made_for, "wandb_id": trainer.log.run_id if trainer.log else None}
+        return {"samples": trainer.samples, "tokens": trainer.tokens, "skipped": trainer.skipped.total,
+                "data": trainer.identity, "made_for": trainer.made_for,
+                "wandb_id": trainer.log.run_id if trainer.log else None}
 
 
 class Tracing(Callback):

@@ -12,6 +12,7 @@ import torch
 from threed.base.errors import Stopped
 from threed.base.mesh import Coordinate, Mesh
 from threed.base.requests import Requests
+from threed.checkpoint.differences import tokens_seen
 from threed.checkpoint.load import Resumed
 from threed.comm.environment import restarted
 from threed.data.mix import AnySplit, Mixture, Splits, Trees
@@ -65,6 +66,7 @@ class Trainer:
         self.checkpoints = Checkpoints(self.config, engine, watch, log, resumed, self._saved)
         self.skipped = Skipped(engine, self.checkpoints, self.say, resumed.manifest.get("skipped", 0))
         self.samples: int = resumed.manifest.get("samples", 0)  # of the training split, so far
+        self.tokens = tokens_seen(resumed.manifest)  # of them; the length of samples may change
         self.stopping = self.save_asked = False
         self.identity = resumed.data  # of the data; known to rank 0
         self.made_for = resumed.manifest.get("made_for")  # as an import has written it
@@ -151,6 +153,7 @@ class Trainer:
         clipped, trace = (self.verifier.step if verify else self.engine.train_step)(batch)
         self.skipped.look(number, clipped, hopeless, batch)
         self.samples += config.train.global_batch_size
+        self.tokens += config.tokens_per_step
         with self.watch.phase(f"metrics of step {number}"):
             measured = self.meter.exchange(trace, self.meter.lap(), self._requests.take(),
                                            self.checkpoints.status)
@@ -158,7 +161,7 @@ class Trainer:
         step = Step(number, clipped.loss, clipped.grad_norm, clipped.finite, trace, measured)
         step.metrics |= {"train/loss": clipped.loss, "train/lr": lr, "train/grad_norm": clipped.grad_norm,
                          "train/skipped_steps": float(self.skipped.total),
-                         f"run/{config.model.counted}": float(self.samples * config.model.seq_len),
+                         f"run/{config.model.counted}": float(self.tokens),
                          "run/time": time.time()}
         if clipped.penalty is not None:
             step.metrics["train/penalty"] = clipped.penalty

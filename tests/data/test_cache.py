@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -12,6 +13,7 @@ from typer.testing import CliRunner
 from threed.base.errors import InputError
 from threed.cli import main as cli
 from threed.data import cache
+from threed.data.cache import cache_root
 from threed.data.samples import Tokens
 from threed.data.tokens import prepare
 from threed.schema import DataConfig, ModelConfig
@@ -89,3 +91,17 @@ def test_the_verb(tmp_path, monkeypatch):
     assert [len(done["removed"]), done["in_use"]] == [1, []] and not made.prefix.parent.exists()
     for given, says in ((["--list", "--clean", "0"], "exclude each other"), ([], "give the CONFIG")):
         assert says in str(run(cli.app, ["data", *given]).exception)
+
+
+def test_no_home_folder(monkeypatch):
+    """As in a container whose user is a number."""
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+
+    def nobody(number: int) -> None:
+        raise KeyError
+
+    monkeypatch.setattr("pwd.getpwuid", nobody)
+    with pytest.raises(InputError, match=r"no home folder, and HOME is not set: set data.cache"):
+        cache_root(DataConfig())
+    assert cache_root(DataConfig(cache="/data/cache")) == Path("/data/cache")

@@ -141,3 +141,26 @@ def test_every_option_that_takes_a_path():
 def test_a_list_in_place_of_a_path_is_a_problem(override):
     with pytest.raises(ConfigError, match="must be one text, not a list"):
         load(None, [override])
+
+
+@pytest.mark.parametrize(("overrides", "key"), [
+    (["data.source=TEXT", "run.dir=TEXT/run"], "run.dir"), (["data.source=TEXT", "run.dir=TEXT"], "run.dir"),
+    (["data.source=TEXT", "data.cache=TEXT/sub/cache"], "data.cache"),
+    (["data.source=LINK", "run.dir=TEXT/run"], "run.dir"),
+    (['data.mix=["0.5 OTHER","0.5 TEXT"]', "run.dir=TEXT/run"], "run.dir"),
+    (["data.source=TEXT/*.txt", "run.dir=TEXT/run"], None),
+    (["data.source=TEXT/a.txt", "run.dir=TEXT/run"], None),
+    (["data.source=TEXT", "run.dir=TEXT2/run", "data.cache=OTHER"], None)])
+def test_a_run_does_not_write_among_its_data(overrides, key, tmp_path):
+    """Its log, and the tokenizer in a cache, would be data of the next start."""
+    for name in ("TEXT", "TEXT2", "OTHER"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "TEXT/a.txt").write_text("a text")
+    (tmp_path / "LINK").symlink_to(tmp_path / "TEXT")
+    given = [text.replace("TEXT", f"{tmp_path}/TEXT").replace("OTHER", f"{tmp_path}/OTHER").replace(
+        "LINK", f"{tmp_path}/LINK") for text in overrides]
+    if key is None:
+        load(None, given)
+        return
+    with pytest.raises(ConfigError, match=f"{key}=.* is within .*, all of whose files are data"):
+        load(None, given)

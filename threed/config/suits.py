@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from threed.base.errors import Idle, InputError, Problem
 from threed.base.quantity import parse_weighted
@@ -21,11 +22,19 @@ def check_data(config: Config) -> Iterator[Problem]:
     if data.bad_rows_limit != DataConfig().bad_rows_limit and data.on_bad_row != "skip":
         yield Idle.of("data.bad_rows_limit", f"={data.bad_rows_limit} needs data.on_bad_row=skip, and it "
                          f"is {data.on_bad_row}; leave it out")
+    sources = [data.source] if data.mix is None else []
     for index, entry in enumerate(data.mix or []):
         try:
-            parse_weighted(entry)
+            sources.append(parse_weighted(entry)[1])
         except InputError as error:
             yield Problem.of("data.mix", f"[{index}]: {error}")
+    for key, place in (("run.dir", config.run.dir), ("data.cache", data.cache)):
+        inside = [each for each in sources if place and _is_within(place, each)]
+        if inside:
+            where = "data.source" if data.mix is None else "data.mix"
+            yield Problem.of(key, f"={place} is within {inside[0]}, all of whose files are data: the next "
+                             "start would train on what this one writes; give another folder, or a glob in "
+                             f"{where}, such as {inside[0]}/*.txt")
     if data.mix is not None and (not data.mix or data.source != DataConfig().source):
         yield Problem.of("data.mix", f"={list(data.mix)}, data.source={data.source}: one of them names the "
                          "data; leave the other out")
@@ -38,6 +47,12 @@ def check_data(config: Config) -> Iterator[Problem]:
     if config.run.cuda_graphs and data.document_mask:
         yield Problem.of("run.cuda_graphs", "=true with data.document_mask=true: attention has the shapes of "
                          "the documents, and a CUDA graph has fixed ones; set one of the two to false")
+
+
+def _is_within(place: str, source: str) -> bool:
+    """Whether a place is in a folder of data."""
+    folder = Path(source)
+    return folder.is_dir() and Path(place).expanduser().resolve().is_relative_to(folder.resolve())
 
 
 def check_monitor(config: Config) -> Iterator[Problem]:

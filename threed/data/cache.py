@@ -33,7 +33,12 @@ _UNITS_S = {"m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
 
 def cache_root(data: DataConfig) -> Path:
     """Where prepared data are kept."""
-    return Path(data.cache or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "threed")).expanduser()
+    path = Path(data.cache or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "threed"))
+    try:
+        return path.expanduser()
+    except RuntimeError:  # a container whose user has no entry
+        raise InputError(f"{path}: this user has no home folder, and HOME is not set: set data.cache to a "
+                         "folder that can be written") from None
 
 
 def cannot_be_written(data: DataConfig, error: OSError) -> InputError:

@@ -38,6 +38,7 @@ OWN = (TypeError, AttributeError, NameError, LookupError, ValueError, Arithmetic
        ImportError, NotImplementedError, RecursionError)
 ECHO_S = 3.0  # how long a rank whose connections break waits for another rank to say why
 TOLD_S = 0.5  # the same before a rank ends at once, as asked
+NEWS_S = 2.0  # until a neighbour has seen that a rank was killed, where the agent does not say so
 LINGER_S = 2.0  # how long rank 0 lives on after a failure: twice as long as a rank takes to see it and end;
 # more where ranks look less often
 
@@ -207,7 +208,9 @@ class Unattended:
 
     def _failed(self) -> bool:
         try:
-            return self.watch is not None and self.watch.reason(TOLD_S) is not None
+            plain = elastic.agent() and elastic.LAUNCHER not in os.environ
+            wait_s = NEWS_S if plain else TOLD_S
+            return self.watch is not None and self.watch.reason(wait_s) is not None
         except RuntimeError:  # the store has gone
             return True
 

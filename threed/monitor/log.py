@@ -208,7 +208,8 @@ class Log:
 
     def places(self) -> list[tuple[str, str]]:
         """Each logger's name, and where its files are."""
-        return [(logger.name, "off" if logger.is_off else logger.logger.place) for logger in self.loggers]
+        return [(logger.name, "off" if logger.is_off else logger.logger.place or "has not started yet")
+                for logger in self.loggers]
 
     def _tell(self, method: str, *arguments: Any) -> None:
         for logger in self.loggers:

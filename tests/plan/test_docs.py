@@ -173,7 +173,7 @@ def _texts(file: Path) -> list[str]:
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.JoinedStr | ast.Constant):
             texts.append(_text(node))
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "Problem.of":
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("Problem.of", "Idle.of"):
             texts.append("".join(map(_text, node.args)))
     return texts
 

@@ -53,7 +53,8 @@ def show_compute_units(plan: Plan, most: int | None = None) -> str:
     """The rows of `compute_units` as text. Where there are more than `most`, units of a stage that are alike
     in all blocks are one row, if no other unit uses their parameters."""
     rows = compute_units(plan)
-    groups = [[row] for row in rows] if most is None or len(rows) <= most else _alike(rows)
+    groups = ([[row] for row in rows] if most is None or len(rows) <= most else
+              min(_runs(rows, by_part=False), _runs(rows, by_part=True), key=len))
     cells = [(_span([row["unit"] for row in group]), f"pp{group[0]['position']}",
               _ends([row["name"] for row in group]), _uses([row["uses"] for row in group]))
              for group in groups]
@@ -62,9 +63,10 @@ def show_compute_units(plan: Plan, most: int | None = None) -> str:
                      + f"uses {uses or 'no parameters'}" for unit, at, text, uses in cells)
 
 
-def _alike(rows: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """Runs of units of a stage that are the same part of blocks with the same parts, whose numbers and whose
-    parameters' numbers rise by equal steps. What shares a parameter with another unit stands alone."""
+def _runs(rows: Sequence[dict[str, Any]], by_part: bool) -> list[list[dict[str, Any]]]:
+    """Runs of units of a stage that are parts of blocks, whose numbers and whose parameters' numbers rise by
+    equal steps; `by_part`: of the same part of blocks with the same parts. What shares a parameter with
+    another unit stands alone."""
     users = Counter(used for row in rows for used in row["uses"])
     split = [_BLOCK.fullmatch(row["name"]) for row in rows]  # the block, the part
     parts: dict[str, list[str]] = {}
@@ -75,7 +77,8 @@ def _alike(rows: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     for row, match in zip(rows, split, strict=True):
         kind: Any = row["unit"]
         if not any(users[used] > 1 for used in row["uses"]):
-            kind = (match[2], *parts[match[1]]) if match else re.sub(r"\d+", "#", row["name"])
+            part = (match[2], *parts[match[1]]) if match and by_part else "block"
+            kind = part if match else re.sub(r"\d+", "#", row["name"])
         key = row["stage"], kind, len(row["uses"])
         run = last.get(key)
         if run is None or (len(run) > 1 and _steps(run[-2:]) != _steps([run[-1], row])):
@@ -97,8 +100,9 @@ def _uses(rows: Sequence[Sequence[str]]) -> str:
 
 def _span(names: Sequence[str]) -> str:
     """u1 to u9; where they rise by more than 1, the second, too: u1, u4 to u31."""
-    dense = len(names) < 2 or int(names[1][1:]) - int(names[0][1:]) == 1
-    return _ends(names) if dense or len(names) == 2 else f"{names[0]}, {names[1]} to {names[-1]}"
+    if len(names) < 2 or int(names[1][1:]) - int(names[0][1:]) == 1:
+        return _ends(names)
+    return ", ".join(names) if len(names) == 2 else f"{names[0]}, {names[1]} to {names[-1]}"
 
 
 def _ends(texts: Sequence[str]) -> str:

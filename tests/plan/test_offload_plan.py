@@ -321,7 +321,7 @@ def test_bytes_of_parameters(where):
      "set offload.parameters=none"),
     ([*CPU, "offload.delayed_update=perhaps"], "offload.delayed_update"),
     ([*CPU, "offload.delayed_update=true", "offload.warmup=-1"],
-     "offload.warmup=-1: must be steps before the first"),
+     "offload.warmup=-1: must be at least 0"),
     ([*CPU, "offload.warmup=10"], "offload.warmup=10: must be steps before the first"),
     ([*CPU, "offload.ratio=0"], "offload.ratio=0.0: must be above 0 and at most 1"),
     ([*CPU, "offload.ratio=2"], "offload.ratio=2.0: must be above 0 and at most 1"),

@@ -62,7 +62,7 @@ def instead_of(name: str) -> str:
     """What a name that is no size may mean: the end of a sentence that says that it is none."""
     shipped = HERE / "configs" / f"{name}.yaml"
     if shipped.is_file():
-        return f"; configs/{shipped.name} is a config that has one."
+        return f"; configs/{shipped.name} is a config of one."
     why = next((why for begin, why in _OTHERS.items() if _plain(name).startswith(begin)), "")
     near = _like(name)
     meant = f"; did you mean {', '.join(near[:-1])}{' or ' if near[1:] else ''}{near[-1]}?" if near else "."

@@ -159,6 +159,7 @@ def test_a_file_is_named_for_what_it_is(tmp_path, name, content, says):
     ("data/train-00000-of-00001 data/validation-00000-of-00001 data/test-00000-of-00001", 1),
     ("train dev", 1), ("train valid val eval holdout held-out Evaluation", 1), ("train/a test/a dev/b", 1),
     ("en/train-0 en/test-0 de/train-0", 2), ("test/train-0 test/validation-0", 1), ("train_sft test_sft", 1),
+    ("trainset testset dev_set", 1),
     ("wiki.train wiki.test", 1), ("TRAIN TEST2", 1), ("data test", 1), ("a b train test", 3),
     ("test-0 test-1", 2), ("latest contest devices attest trainer", 5)])
 @pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".json", ".parquet", ".txt"])

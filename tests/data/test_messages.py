@@ -73,7 +73,9 @@ def test_a_flag_that_is_neither(value, tmp_path):
     ({"system": "be kind"}, "1 with 'system' beside the messages, read without it"),
     ({"images": ["a.png"]}, "1 with 'images' beside the messages, read without it"),
     ({"split": "test_sft"}, "1 of split 'test_sft' by a field of the row, trained on"),
-    ({"split": "train", "weight": 1, "system": "", "id": 3}, None)], ids=str)
+    ({"set": "validation"}, "1 of split 'validation' by a field of the row, trained on"),
+    ({"label": False}, "1 with 'label': false, as texts that are not wanted have it, counted in full"),
+    ({"split": "train", "set": "a", "label": True, "weight": 1, "system": "", "id": 3}, None)], ids=str)
 def test_what_stands_beside_the_messages(fields, says, tmp_path):
     said, notes = prepared(tmp_path, [{"messages": [ASK, answer("one")], **fields}])
     assert said == "one<|im_end|>"
@@ -134,8 +136,8 @@ def test_what_a_template_leaves_out(row, says, tmp_path):
     known = CHATML.replace("messages %}", "messages if m['role'] in ('user', 'assistant', 'tool') %}", 1)
     said, (note,) = prepared(tmp_path, [row], known)
     assert said == "one<|im_end|>" and note == (
-        "data.source=chat.jsonl: chat.jinja does not write these messages or parts of them, and nothing is "
-        f"learned from them: {says} (chat.jsonl:1)")
+        "data.source=chat.jsonl: chat.jinja does not write these messages or parts of them, so they are "
+        f"no part of the text, and change nothing of what counts: {says} (chat.jsonl:1)")
 
 
 def test_what_a_template_writes_is_no_line(tmp_path):

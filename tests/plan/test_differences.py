@@ -28,7 +28,8 @@ def said(before: list[str], now: list[str], **others) -> list[str]:
     manifest = saved(load(None, [*USUAL, *before]), **others)
     head, *lines = notes(STEP, manifest, load(None, [*USUAL, *now])) or [""]
     step = manifest["step"] + 1
-    assert not lines or head == f"not as in {STEP.name}; from step {step} on this start's settings count:"
+    assert not lines or head == (f"not as in {STEP.name}; from step {step} on, the settings of this start "
+                                 "count:")
     return lines
 
 

@@ -77,7 +77,7 @@ def test_names_as_people_write_them(written, size):
     ("mixtral", "did you mean mixtral-8x7b or mixtral-8x22b?"), ("small", "did you mean gpt2-small or gpt3-"),
     ("moe", "did you mean mixtral-8x7b, mixtral-8x22b, qwen3-30b-a3b or qwen3-235b-a22b?"),
     ("qwen3-moe", "did you mean qwen3-30b-a3b or qwen3-235b-a22b?"),
-    ("toy-moe", "configs/toy-moe.yaml is a config that has one"), ("lama3-8b", "did you mean llama3-8b")])
+    ("toy-moe", "configs/toy-moe.yaml is a config of one"), ("lama3-8b", "did you mean llama3-8b")])
 def test_names_that_are_none(written, words):
     with pytest.raises(ConfigError) as caught:
         load(None, [f"model.name={written}"])

@@ -89,7 +89,10 @@ def check_type(name: str, value: Any, kinds: type | tuple[type | None, ...], giv
 
 def of_folder(text: str, error: OSError) -> ThreedError:
     """The error for a folder that cannot be used: InputError if the folder is wrong (it does not exist, or
-    may not be written), RunError if the disk fails, after which a run may start again."""
+    may not be written, or the disk is full), RunError if the disk fails, after which a run may start
+    again."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return InputError(f"{text}; make room there")
     return (InputError if error.errno in _WRONG_FOLDER else RunError)(text)
 
 

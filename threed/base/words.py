@@ -15,7 +15,7 @@ _SAYINGS = (
     ("threed counts steps: use train.steps; an epoch has tokens / (train.global_batch_size x model.seq_len)"
      " of them (threed data CONFIG counts tokens)",
      "epoch epochs num_epochs n_epochs max_epochs num_train_epochs train_epochs nepochs"),
-    ("no key: devices are parallel.dp x tp x pp, and parallel.dp=auto is what tp and pp leave of them; "
+    ("no key: devices are parallel.dp x tp x pp, and with parallel.dp=auto dp is what tp and pp leave; "
      "commands that only plan take --devices N",
      "gpu gpus num_gpus n_gpus ngpus gpu_count devices num_devices n_devices device_count world_size nproc "
      "nproc_per_node num_processes ranks num_ranks gpus_per_node num_workers_per_node"),

@@ -18,7 +18,7 @@ from threed.optim.registry import OPTIMIZERS
 from threed.schema import Config, OptimizerConfig
 
 _BESIDE = "what is measured, written or shown beside the training"
-_FAILS = "when a run gives up, or starts again"
+_FAILS = "when a run ends, or starts again"
 _PLACE = "a place, whatever is in it"
 NOT_COMPARED = {
     "model.family": "another family is refused",
@@ -38,7 +38,8 @@ NOT_COMPARED = {
                                              "console_every", "trace_every", "timeline_every", "report")},
     "run.dir": _PLACE,
     "run.verify_every": _BESIDE,
-    **{f"run.{key}": _FAILS for key in ("timeout_s", "connect_timeout_s", "restarts", "restart_wait_s")},
+    **{f"run.{key}": _FAILS for key in ("timeout_s", "connect_timeout_s", "restarts", "restart_wait_s",
+                                        "stop_after")},
 }
 # A name that ends with a dot is a section.
 IN_ONE_LINE = ("parallel.", "zero.", "activation.", "offload.optimizer", "offload.ratio",
@@ -75,7 +76,7 @@ def notes(path: Path, manifest: dict[str, Any], config: Config) -> list[str]:
         lines.append(f"{name} was saved by {_mesh(before)}, and goes on on {_mesh(now)}; the global "
                      f"batch is {config.train.global_batch_size} sequences")
     lines += _of_the_rate(manifest, config)
-    head = [f"not as in {name}; from step {manifest['step'] + 1} on this start's settings count:"]
+    head = [f"not as in {name}; from step {manifest['step'] + 1} on, the settings of this start count:"]
     return head + lines if lines else []
 
 

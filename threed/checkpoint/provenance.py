@@ -47,8 +47,8 @@ def check(path: Path, manifest: dict[str, Any], data: dict[str, Any], config: Co
 
 def check_named(path: Path, manifest: dict[str, Any], data: dict[str, Any], now: DataConfig) -> None:
     """InputError where a run begins with weights that it has not trained, those of an import or of a base of
-    adapters, on a source or with a tokenizer that nobody has named: the defaults would be other tokens to
-    them. (Data that are tokens already need no tokenizer.)"""
+    adapters, with a source or a tokenizer by default: these would be other tokens to them. (Data that are
+    tokens already need no tokenizer.)"""
     theirs = {} if weights_only(manifest) else {**dataclasses.asdict(DataConfig()),
                                                 **manifest["config"].get("data", {})}
     left = [key for key in now.left_out if theirs.get(key) != getattr(now, key)
@@ -63,7 +63,7 @@ def check_named(path: Path, manifest: dict[str, Any], data: dict[str, Any], now:
     if "source" in left:
         give.append(f"data.source=PATH, what to train on (or {now.source}, by name)")
     if give:
-        raise InputError(f"the run begins with the weights of {path}, and nobody has named "
+        raise InputError(f"the run begins with the weights of {path}, without "
                          f"{' and '.join(f'data.{key}' for key in left)}: give {'; and '.join(give)}")
 
 

@@ -70,10 +70,11 @@ def _led_to_convert(path: str | Path | None, values: dict[str, Any]) -> Iterator
         yield
     except ConfigError as error:
         theirs = [each for each in error.problems if isinstance(each, UnknownKey) and each.key in values]
+        flags = sum(each.is_flag for each in theirs)
         command = ""
         if str(path).endswith(".json") and any(each.framework == "DeepSpeed" for each in theirs):
             command = f"threed convert {path}"
-        elif str(path).endswith((".yaml", ".yml")) and any(each.is_flag for each in theirs):
+        elif str(path).endswith((".yaml", ".yml")) and flags and flags >= len(theirs) / 2:
             command = f"threed convert --megatron {path}"
         if not command or not values.keys().isdisjoint(known_keys()):
             raise

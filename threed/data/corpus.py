@@ -17,7 +17,17 @@ from threed.base.errors import InputError
 from threed.data.compressed import opened
 from threed.data.file_types import HEAD_BYTES, kind_of
 from threed.data.files import STDLIB, LeftOut, list_files, of_held_out, shown
-from threed.data.messages import FLAGS, NOT_READ, SPLIT, TOOLS, Message, messages_of, tools_of, without_effect
+from threed.data.messages import (
+    FLAGS,
+    NOT_READ,
+    SPLITS,
+    TOOLS,
+    UNWANTED,
+    Message,
+    messages_of,
+    tools_of,
+    without_effect,
+)
 from threed.data.rows import BadRow, NotRows, Row, holds_rows, rows, text_of
 from threed.schema import DataConfig
 
@@ -41,7 +51,7 @@ class RowReader(NamedTuple):
     parse: Callable[[Row, str], Segments]  # object, where it is -> segments; BadRow
     plain: bool  # whether a file of text is a document
     optional: tuple[str, ...] = ()  # fields that it reads where there are some
-    beside: tuple[str, ...] = (SPLIT,)  # fields that it does not heed, and that a person may mean
+    beside: tuple[str, ...] = SPLITS  # fields that it does not heed, and that a person may mean
     skips: int | None = None  # how many bad rows are left out, at most; None: none is
 
 
@@ -56,11 +66,12 @@ def reader_of(data: DataConfig, render: Render | None = None) -> RowReader:
     """`render`: with data.loss_mask=chat."""
     reader = text_reader(data.text_key)
     if data.loss_mask == "answers":
-        reader = RowReader((data.prompt_key, data.answer_key), _answers(data), False, beside=(SPLIT, *FLAGS))
+        reader = RowReader((data.prompt_key, data.answer_key), _answers(data), False,
+                           beside=(*SPLITS, *FLAGS))
     elif data.loss_mask == "chat":
         assert render is not None
         reader = RowReader((data.messages_key,), _chat(data, render), False, (TOOLS,),
-                           (SPLIT, *FLAGS, *NOT_READ))
+                           (*SPLITS, UNWANTED, *FLAGS, *NOT_READ))
     return reader._replace(skips=data.bad_rows_limit if data.on_bad_row == "skip" else None)
 
 

@@ -27,8 +27,8 @@ def documents_of(data: DataConfig, say: Callable[[str], None] = lambda line: Non
     yield from read(data.source, reader_of(data, template.render if template is not None else None), say)
     if template is None:
         return
-    for what, noted in ((f"{template.path} does not write these messages or parts of them, and nothing is "
-                         "learned from them", template.unwritten),
+    for what, noted in ((f"{template.path} does not write these messages or parts of them, so they are "
+                         "no part of the text, and change nothing of what counts", template.unwritten),
                         ("only what the assistant says counts, and these messages are marked to count, too",
                          template.not_counted)):
         if noted.total:

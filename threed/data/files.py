@@ -23,7 +23,7 @@ TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".tex", ".html", ".xml", ".csv"
 _DATA_SUFFIXES = (*SUFFIXES, ".txt", ".text", ".csv", ".tsv")  # of files of which each may be a split
 # The word in a name that says of which split a file is; the first is to train on.
 _SPLIT = re.compile(r"(?<![a-z])(?:train(?:ing)?|(validation|valid|val|dev|devel|test|testing|eval|"
-                    r"evaluation|(?:hold|held)[-_ ]?out))(?![a-z])", re.IGNORECASE)
+                    r"evaluation|(?:hold|held)[-_ ]?out))(?:[-_ ]?set)?(?![a-z])", re.IGNORECASE)
 _NOT_STDLIB = ("site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test")
 
 

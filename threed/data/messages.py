@@ -20,7 +20,8 @@ _COUNTS_NOT = ("masked", "mask", "ignore")
 FLAGS = (*_COUNTS, *_COUNTS_NOT)
 # Fields beside the messages of which other programs make a part of the text.
 NOT_READ = ("system", "functions", "documents", "images", "videos", "audios", "chat_template_kwargs")
-SPLIT = "split"  # the field of a row that names its split
+SPLITS = ("split", "set", "partition", "fold")  # fields of a row that may name its split
+UNWANTED = "label"  # false in rows of a text that is not wanted (KTO)
 
 # Before and after what a template marks as said by the assistant: two code points that are no characters, for
 # such internal use.
@@ -90,8 +91,10 @@ def without_effect(row: Row, names: Sequence[str]) -> Iterator[str]:
     """What the fields `names` of a row say that threed does not heed, in words that such rows share."""
     for name in names:
         value = row.get(name)
-        if name == SPLIT and isinstance(value, str) and held_out([value]):
+        if name in SPLITS and isinstance(value, str) and held_out([value]):
             yield f"of split '{value}' by a field of the row, trained on"
+        elif name == UNWANTED and value is False:
+            yield f"with '{name}': false, as texts that are not wanted have it, counted in full"
         elif name in FLAGS and value is not None and value != (name in _COUNTS):
             yield f"with '{name}' beside the text, counted in full"
         elif name in NOT_READ and value:

@@ -5,6 +5,7 @@ is known to a shell alone.
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from typing import Any
 
 from threed.base.errors import InputError
 from threed.config.keys.megatron import MEGATRON
-from threed.config.keys.megatron_names import option_of
+from threed.config.keys.megatron_names import OPTIONS, option_of
 from threed.config.keys.megatron_switches import is_switch, takes_several
 from threed.config.keys.megatron_values import RANKS
 from threed.interop import dump
@@ -47,6 +48,7 @@ class Given:
 
     def add(self, name: str, value: Any) -> None:
         """Takes an option. A switch that is off is as if it were not given."""
+        name = OPTIONS.get(name, name)
         if value is False and MEGATRON.row(name) is not None:
             self.found.pop(name, None)
             return
@@ -77,7 +79,7 @@ def arguments(text: str) -> Given:
 def _text_of(text: str) -> tuple[Given, str]:
     if text.strip() and not text.lstrip().startswith("-") and len(text) < _LONGEST and "\n" not in text:
         path = Path(text)
-        if path.is_file() or " " not in text.strip():
+        if os.path.isfile(text) or " " not in text.strip():  # False for what is too long for a name
             if path.suffix in (".json", ".toml"):
                 raise InputError(f"--megatron {path}: Megatron-LM's arguments are a list, a log or a YAML, "
                                  f"and no {path.suffix[1:].upper()}; threed convert {path} says what becomes "
@@ -92,8 +94,16 @@ def _text_of(text: str) -> tuple[Given, str]:
 
 def _take_table(given: Given, values: dict[str, Any]) -> None:
     """Takes a table of arguments, in which every one may stand with its default. In a YAML a $ begins a
-    variable."""
+    variable, and a key may be another program's. InputError where most are."""
     is_yaml = given.source.endswith((".yaml", ".yml"))
+    strange = [name for name in values if is_yaml and dump.is_strange(name)]
+    if len(strange) > len(values) / 2 and not {"num_layers", "hidden_size"} & values.keys():
+        raise InputError(f"{given.source} is no YAML of Megatron-LM, megatron.core or Megatron-Bridge: it "
+                         f"has no num_layers and no hidden_size, but {', '.join(strange[:3])}. threed import "
+                         f"takes a model of Hugging Face; threed check {given.source} names threed's keys "
+                         "for those that it knows")
+    if off := [name for name in strange if values[name] is False]:
+        given.notes.append(f"{', '.join(off)}: false, and threed does not know what by that name is off")
     for name, value in values.items():
         row = MEGATRON.row(name)
         if is_yaml and isinstance(value, str) and "$" in value and (row is None or row.key is not None):

@@ -32,7 +32,7 @@ def deepspeed(path: Path, overrides: list[str], devices: int | None = None,
     done = convert(DEEPSPEED, values, str(path), overrides, devices, _version(version)).finish()
     done.notes.insert(0, "DeepSpeed's file does not describe the model and the data: set model.* and data.*")
     if "optimizer.name" not in done.values:
-        done.notes.append("the file has no optimizer that threed has: optimizer.* are threed's defaults")
+        done.notes.append("the file names no optimizer of threed: optimizer.* are threed's defaults")
     elif "optimizer.schedule" not in done.values:
         done.notes.append("the file has no schedule of the learning rate: optimizer.schedule is threed's "
                           "default; write constant if the script has none either")
@@ -98,7 +98,7 @@ def show(done: Converted) -> str:
             remark = f"  # {done.why[key]}" if key in done.why else ""
             lines.append(f"  {key.split('.')[1]}: {inline(done.values[key])}{remark}")
     for title, reasons in (("Notes", {note: "" for note in done.notes}),
-                           ("Refused: threed cannot do this, and what trains differs", done.refused),
+                           ("Refused: threed does not have this, and trains otherwise", done.refused),
                            ("Dropped: nothing is lost without it", done.dropped)):
         lines += ["", f"# {title}"] if reasons else []
         for key, reason in reasons.items():

@@ -178,7 +178,7 @@ def _take_default(done: Converted, name: str, row: Key | None, value: Any, given
     except Dropped:
         return
     except Refused as reason:
-        done.refused[shown(done.framework, name)] = f"not given, so {value}: {reason}"
+        done.refused[shown(done.framework, name)] = f"not given, and {value} by default: {reason}"
         return
     for ours, converted in taken.items():
         usual = _usual(ours, done)

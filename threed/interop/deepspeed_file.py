@@ -23,6 +23,8 @@ def read(path: Path) -> dict[str, Any]:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    if not text.strip():
+        raise InputError(f"{path} is empty")
     if path.suffix not in (".json", ".hjson"):
         _check_kind(path, text)
     try:

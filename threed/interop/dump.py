@@ -100,13 +100,37 @@ def of_yaml(text: str, source: str, notes: list[str]) -> dict[str, Any]:
             if not _is(flat.get(plain, value), value):
                 notes.append(f"{plain} is given as {flat[plain]} and {value}: the last is taken")
             flat[plain] = value
-    return flat
+    return flat if given is not values else _of_core(flat)
+
+
+def _of_core(values: dict[str, Any]) -> dict[str, Any]:
+    """Keys of megatron.core's and Megatron-Bridge's configs, with what Megatron-LM's options say otherwise:
+    groups of queries need no switch, a gated MLP is four times as wide as the model, and a weight decay that
+    begins and ends alike is the weight decay."""
+    values = dict(values)
+    if values.get("gated_linear_unit") and "silu" in str(values.get("activation_func")):
+        values["swiglu"] = True
+    if values.get("num_query_groups") is not None:
+        values.setdefault("group_query_attention", True)
+    if isinstance(hidden := values.get("hidden_size"), int):
+        values.setdefault("ffn_hidden_size", 4 * hidden)
+    first, last = values.get("start_weight_decay"), values.get("end_weight_decay")
+    if first is not None and first == last:
+        del values["start_weight_decay"], values["end_weight_decay"]
+        values["weight_decay"] = first
+    return values
+
+
+def is_strange(name: str) -> bool:
+    """Whether no program of Megatron has this key, as far as threed knows."""
+    option = option_of(name, True)[0]
+    return MEGATRON.row(option) is None and option not in DEFAULTS and not is_derived(name)
 
 
 def setting(name: str, value: Any, values: dict[str, Any]) -> tuple[str, Any, bool]:
     """(option, its value, whether that is Megatron-LM's default) for an entry of a table; no option where it
     says nothing. `values`: the table."""
-    if name == "gated_linear_unit" and "silu" in str(values.get("activation_func")):
+    if name == "gated_linear_unit" and values.get("swiglu"):
         name = "swiglu"
     if name == "activation_func" and value == "swiglu":
         name, value = "swiglu", True

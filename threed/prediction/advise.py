@@ -155,4 +155,4 @@ def _against(row: dict[str, Any], here: dict[str, Any]) -> str:
     memory = f"{'saves' if kept < 0 else 'takes'} {show_bytes(abs(kept))}" if kept else "the same memory"
     if not sent:
         return f"{memory}, the same traffic"
-    return f"{memory}, {'adds' if sent > 0 else 'spares'} {show_bytes(abs(sent))} of traffic a step"
+    return f"{memory}, {'adds' if sent > 0 else 'saves'} {show_bytes(abs(sent))} of traffic a step"

@@ -53,7 +53,7 @@ class Deadline:
         took it for done would start the next one, which has no time either."""
         gone_s = self._limit_s - (self._until - time.monotonic())
         raise InputError(f"run.stop_after={self._config.run.stop_after} leaves no time before step {step}: "
-                         f"{show_seconds(gone_s)} have gone into this start, and the end of the run is given "
+                         f"{show_seconds(gone_s)} have gone into this start, and saving and ending take "
                          f"{show_seconds(self.room_s)}; nothing in {self._config.run.dir} has changed. Give "
                          "it more time")
 

@@ -73,7 +73,7 @@ ROWS = (
         given.get("tensor_model_parallel_size", 1)),
     Key("vocab_size", "model.vocab"),
     Key("padded_vocab_size", "model.vocab (where vocab_size is not given)",
-        lambda value, given: {} if given.get("vocab_size") else value),
+        lambda value, given: {"model.vocab_multiple": value} if given.get("vocab_size") else value),
     Key("vocab_file", NO_KEY + "model.vocab is a number", take.vocabulary),
     Key("merge_file", NO_KEY + "model.vocab is a number", take.vocabulary),
     Key("hidden_dropout", "model.dropout"),

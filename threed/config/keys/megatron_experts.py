@@ -46,7 +46,7 @@ def _experts(value: Any, given: Given) -> dict[str, Any]:
 def gate(value: Any, given: Given) -> str:
     """megatron.core's activation_func, without a gate."""
     if _has(given):
-        raise Refused("experts have a gate here, as by --swiglu (model.activation=swiglu)")
+        raise Refused("experts have a gate in threed, which --swiglu gives (model.activation=swiglu)")
     if str(value).rpartition(".")[2] != "gelu":
         raise Refused(f"threed has gelu and swiglu, and no {value}")
     return "gelu"

@@ -12,10 +12,11 @@ import yaml
 
 from threed.config.keys.megatron import MEGATRON
 
-_OPTIONS = {  # a name of megatron.core or Megatron-Bridge -> the option
-    "num_moe_experts": "num_experts", "sequence_length": "seq_length",
+OPTIONS = {  # a name of megatron.core or Megatron-Bridge -> the option
+    "num_moe_experts": "num_experts", "sequence_length": "seq_length", "encoder_seq_length": "seq_length",
     "virtual_pipeline_model_parallel_size": "num_virtual_stages_per_pipeline_rank",
-    "use_custom_fsdp": "use_megatron_fsdp", "layernorm_zero_centered_gamma": "apply_layernorm_1p",
+    "use_custom_fsdp": "use_megatron_fsdp", "grad_reduce_in_fp32": "accumulate_allreduce_grads_in_fp32",
+     "layernorm_zero_centered_gamma": "apply_layernorm_1p",
     "distribute_checkpointed_activations": "distribute_saved_activations"}
 _OPPOSITES = {  # a name -> the option that switches it off, where that is not no_ or disable_ before the name
     "add_bias_linear": "disable_bias_linear", "add_position_embedding": "no_position_embedding",
@@ -29,7 +30,7 @@ _OPPOSITES = {  # a name -> the option that switches it off, where that is not n
 _COUNTED = """
     rank local_rank iteration consumed_train_samples consumed_valid_samples consumed_train_tokens
     skipped_train_samples model_type pipeline_dtype autocast_dtype transformer_pipeline_model_parallel_size
-    encoder_num_layers encoder_seq_length inprocess_active_world_size extra_state use_dist_ckpt
+    encoder_num_layers inprocess_active_world_size extra_state use_dist_ckpt
     curriculum_learning_legacy rope_type do_train do_valid do_test deepspeed_configuration
     enable_one_logger no_one_logger one_logger_async one_logger_run_name
 """
@@ -123,7 +124,7 @@ _ELSEWHERE = ("biencoder_*", "dino_*", "error_injection_*", "fault_injector_*", 
 def option_of(name: str, value: Any) -> tuple[str, Any]:
     """The option and its value for a name that the program has: add_bias_linear=False is
     disable_bias_linear=True."""
-    name = _OPTIONS.get(name, name)
+    name = OPTIONS.get(name, name)
     if not isinstance(value, bool):
         return name, value
     if name in _OPPOSITES:

@@ -136,7 +136,7 @@ def _balance(family: HFFamily, config: Mapping[str, Any], values: dict[str, Any]
     keys = f"model.balance=sequence model.balance_weight={weight:g}"
     if not config["output_router_logits"]:
         return ["output_router_logits is not true, so transformers trains without an auxiliary loss, and so "
-                f"does this run: {keys} has one, as large as by router_aux_loss_coef={coefficient:g}"]
+                f"does this run: {keys} adds it, with the weight that router_aux_loss_coef={coefficient:g}"]
     values |= {"balance": "sequence", "balance_weight": weight}
     return [f"router_aux_loss_coef={coefficient:g} of all {values['layers']} layers together is {keys}: of "
             "each layer, whose experts share 1 and not experts_per_token; threed balances each sequence, "

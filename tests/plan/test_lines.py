@@ -132,7 +132,7 @@ def test_a_log_that_cannot_be_closed(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(("number", "status"), [(errno.EACCES, 2), (errno.EROFS, 2), (errno.EIO, 1),
-                                                (errno.ENOSPC, 1), (errno.ESTALE, 1)])
+                                                (errno.ENOSPC, 2), (errno.ESTALE, 1)])
 def test_whose_a_folder_s_failure_is(number, status):
     """An error that the user must mend, after which nothing is restarted, or an error of the disk."""
     assert of_folder("run.dir cannot be used", OSError(number, "why")).status == status

@@ -96,6 +96,6 @@ def family_for(model: ModelConfig, kept: Mapping[str, Any] | None) -> HFFamily:
                          "know: threed exports models of gpt, llama and moe")
     lines = "".join(f"\n  - model.{key}={value}, not {_show(getattr(model, key))}"
                     for key, value in asked.items())
-    small = "" if isinstance(model, ExpertsConfig) else " (configs/llama-toy.yaml is such a model)"
+    small = "" if isinstance(model, ExpertsConfig) else " (configs/llama-toy.yaml is a small model with them)"
     raise InputError(f"no model of transformers that threed knows can hold this one. A {nearest.model_type} "
                      f"is the nearest, and could with these keys in a new run{small}:{lines}")

@@ -6,6 +6,7 @@ mesh. One parameter of ours is in memory at a time, in fp32; of experts, one exp
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import shutil
@@ -109,7 +110,8 @@ def import_model(source: Path, output: Path, overrides: list[str] | None = None,
         size, strange = _write_checkpoint(checkpoint, config, found, known, say)
     except BaseException as error:  # Ctrl-C, too, leaves nothing half done
         shutil.rmtree(beside, ignore_errors=True)
-        file.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # there may be no folder of it
+            file.unlink()
         if isinstance(error, OSError):
             raise InputError(f"{home} cannot be written: {error.strerror or error}") from None
         raise
@@ -123,7 +125,7 @@ def _tokenizer(source: Path, kept_file: Path) -> tuple[dict[str, Any], list[str]
     if source.is_file():
         whole_file(source)
     else:
-        return {}, [f"{source.parent} has no {source.name}: set data.tokenizer yourself, before which "
+        return {}, [f"{source.parent} has no {source.name}: set data.tokenizer, without which "
                     "nothing is trained (transformers' AutoTokenizer writes one with save_pretrained)"]
     try:
         found = load(source)

@@ -327,6 +327,8 @@ def test_weights_alone_begin_fresh(tmp_path):
     values = {"weights_only": True, "step": 0, "config": {**config.to_dict(), "optimizer": {"lr": 7.0}}}
     assert notes(path, values, {}, config) == ["step-00000000 has weights alone: the optimizer, its schedule "
                                                "and the data begin fresh, at step 1"]
+    assert notes(path, values, {"tokenizer": "anew", "sources": []}, config)[1:] == [
+        "data.tokenizer=bpe is trained on the source: its tokens mean nothing to these weights"]
 
 
 def test_the_one_before_is_taken(tmp_path):

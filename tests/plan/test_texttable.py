@@ -86,16 +86,16 @@ def test_units_that_are_alike_in_all_blocks_are_a_line():
 
     assert units("model.name=mixtral-8x7b", "parallel.ep=8") == [
         "u0 pp0 embedding uses p0",
-        "u1, u4 to u94 pp0 blocks.0 to blocks.31 uses p1, p4 to p94",
-        "u2, u5 to u95 pp0 blocks.0.experts to blocks.31.experts uses p297, p300 to p390",
-        "u3, u6 to u96 pp0 blocks.0.collect to blocks.31.collect uses no parameters",
+        "u1, u4, ... u94 pp0 blocks.0 to blocks.31 uses p1, p4, ... p94",
+        "u2, u5, ... u95 pp0 blocks.0.experts to blocks.31.experts uses p297, p300, ... p390",
+        "u3, u6, ... u96 pp0 blocks.0.collect to blocks.31.collect uses no parameters",
         "u97 pp0 head uses p97"]
     every = units("model.name=mixtral-8x7b", "parallel.ep=8", "model.moe_every=2")
-    assert "u4, u8 to u64 pp0 blocks.1 to blocks.31 uses p4, p8 to p64" in every and len(every) == 6
+    assert "u4, u8, ... u64 pp0 blocks.1 to blocks.31 uses p4, p8, ... p64" in every and len(every) == 6
     dots = units("model.name=dots.llm1")
     assert dots[1] == "u1 pp0 blocks.0 uses p1" and len(dots) == 7  # dense
-    assert dots[2].startswith("u2, u6 to u242 pp0 blocks.1 to blocks.61 uses p2, p6 to p242; p")
+    assert dots[2].startswith("u2, u6, ... u242 pp0 blocks.1 to blocks.61 uses p2, p6, ... p242; p")
     tiles = units("model.tile_linears=64MiB", "zero.stage=3")
-    assert tiles[0] == "u0 to u15 pp0 embedding 1/16 to embedding 16/16 uses p0 to p15" and len(tiles) == 11
-    assert tiles[1] == ("u16, u25 to u295 pp0 blocks.0.attention 1/2 to blocks.31.attention 1/2 uses p16, "
-                        "p25 to p295")
+    assert tiles == ["u0 to u15 pp0 embedding 1/16 to embedding 16/16 uses p0 to p15",
+                     "u16 to u303 pp0 blocks.0.attention 1/2 to blocks.31.mlp 7/7 uses p16 to p303",
+                     "u304 to u319 pp0 head 1/16 to head 16/16 uses p304 to p319"]

@@ -213,8 +213,10 @@ def notes(path: Path, manifest: dict[str, Any], data: dict[str, Any], config: Co
                 "schedule, and its weights are frozen", *beyond(manifest, config.model.seq_len),
                 *provenance.notes(path, manifest, data, config, base=True)]
     if weights_only(manifest):  # it comes from no run
+        anew = (["data.tokenizer=bpe is trained on the source: its tokens mean nothing to these weights"]
+                if config.data.tokenizer == "bpe" and data.get("tokenizer") else [])
         return [f"{path.name} has weights alone: the optimizer, its schedule and the data begin fresh, at "
-                f"step {manifest['step'] + 1}", *beyond(manifest, config.model.seq_len),
+                f"step {manifest['step'] + 1}", *beyond(manifest, config.model.seq_len), *anew,
                 *(f"{other} than that of these weights, to which its tokens mean something else"
                   for other in provenance.changes(manifest, data, config.data, base=True))]
     return [*differences.notes(path, manifest, config), *beyond(manifest, config.model.seq_len),

@@ -99,10 +99,10 @@ def _uses(rows: Sequence[Sequence[str]]) -> str:
 
 
 def _span(names: Sequence[str]) -> str:
-    """u1 to u9; where they rise by more than 1, the second, too: u1, u4 to u31."""
+    """u1 to u9; where they rise by more than 1: u1, u4, ... u31."""
     if len(names) < 2 or int(names[1][1:]) - int(names[0][1:]) == 1:
         return _ends(names)
-    return ", ".join(names) if len(names) == 2 else f"{names[0]}, {names[1]} to {names[-1]}"
+    return ", ".join(names) if len(names) == 2 else f"{names[0]}, {names[1]}, ... {names[-1]}"
 
 
 def _ends(texts: Sequence[str]) -> str:

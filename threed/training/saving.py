@@ -156,8 +156,9 @@ class Checkpoints:
 
     def _tell(self, outcome: Outcome) -> None:
         if outcome.problem:
+            older = "Older checkpoints stand" if self.newest is not None else "There is none yet"
             self._say(f"warning: no checkpoint of step {self._saver.step} was saved: {outcome.problem}. "
-                      "Older checkpoints stand")
+                      f"{older}")
             return
         self.newest = outcome.path
         self.longest_s = max(self.longest_s, outcome.written_s)

@@ -249,7 +249,7 @@ def test_the_weight_of_the_auxiliary_loss(kind):
     assert values["balance_weight"] == 0.005
     for off in ({"output_router_logits": False}, {"output_router_logits": None}):
         values, notes = values_of(family, {**config, **off}, HERE)
-        assert values["balance"] == "none" and any("balance_weight=0.02 has one" in note for note in notes)
+        assert values["balance"] == "none" and any("balance_weight=0.02 adds it" in note for note in notes)
     _, notes = values_of(family, config, HERE, {"balance": "none"})
     assert not any("aux" in note for note in notes)
 

@@ -85,7 +85,7 @@ def _adapters(model: ModelConfig, listed: Sequence[Layer]) -> list[Problem]:
     """Why a model cannot have the adapters that it asks for."""
     if model.lora_rank is None:
         return [Idle.of(f"model.{key}", f"={getattr(model, key)} needs model.lora_rank, the rank of "
-                           "adapters; leave it out")
+                        "adapters; leave it out")
                 for key in ("lora_alpha", "lora_targets") if getattr(model, key) is not None]
     if model.tile_linears is not None:
         return [Problem.of("model.tile_linears", f"={model.tile_linears} with "

@@ -70,7 +70,7 @@ def test_key_of_megatron(key, instead):
     ("parallel.cp parallel.context_parallel cp", "threed has no context parallelism"),
     ("model.experts model.expert_ffn_hidden model.moe_capacity", "it is a key of model.family=moe"),
     ("parallel.ep_size model.ep_size", "use parallel.ep, with model.family=moe"),
-    ("model.moe model.num_experts_per_tok", "use model.family=moe, whose keys are"),
+    ("model.moe model.use_moe", "use model.family=moe, whose keys are"),
     ("model.n_layer model.n_layers n_layer model.depth", "use model.layers"),
     ("model.d_model n_embd model.dim model.embed_dim", "use model.hidden"),
     ("model.n_head n_heads", "model.heads"), ("model.block_size train.max_seq_len n_ctx", "model.seq_len"),

@@ -6,10 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from threed.base.words import _WORDS
 from threed.cli.options import instead
 from threed.config.keys.transformers import TRANSFORMERS
 from threed.config.load import known_keys
-from threed.config.synonyms import FRAMEWORKS
+from threed.config.synonyms import _EVERYONES, FRAMEWORKS
 from threed.config.unknown import unknown
 from threed.interop.hf.names import FAMILIES as OF_TRANSFORMERS
 from threed.models.families.registry import FAMILIES
@@ -26,7 +27,7 @@ def said(key: str) -> str:
     ("model.top_k", "model.experts_per_token"), ("model.num_experts_per_tok", "model.experts_per_token"),
     ("model.num_experts_per_token", "model.experts_per_token"),
     ("model.moe_router_topk", "model.experts_per_token"), ("moe.top_k", "model.experts_per_token"),
-    ("model.num_local_experts", "model.family=moe"), ("model.n_routed_experts", "model.family=moe"),
+    ("model.num_local_experts", "model.experts"), ("model.n_routed_experts", "model.experts"),
     ("model.capacity_factor", "model.moe_capacity"), ("model.eval_capacity_factor", "model.moe_capacity"),
     ("model.aux_loss", "model.balance=sequence"), ("model.router_aux_loss_coef", "model.balance_weight"),
     ("model.aux_loss_alpha", "model.balance_weight"), ("model.router_z_loss", "model.z_loss"),
@@ -63,6 +64,13 @@ def test_the_table_of_transformers_says_what_the_import_reads():
                 hint = row.ours if row else said(f"model.{theirs}")
                 wrong = f"{theirs} is model.{key.ours}: {hint}"
                 assert f"model.{key.ours}" in hint.split() or f"model.{key.ours}" in hint, wrong
+
+
+def test_a_word_is_known_in_one_place():
+    """What a table of a framework has by its name is none of the words of many."""
+    twice = [word for word in _WORDS if word not in _EVERYONES for framework in FRAMEWORKS
+             if (row := framework.row(word)) is not None and "*" not in row.theirs]
+    assert not twice
 
 
 def test_a_hint_names_keys_that_there_are():

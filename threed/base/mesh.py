@@ -164,10 +164,10 @@ def fold_groups(axis: str) -> dict[str, GroupRow]:
 
     def equal(mesh: Mesh, at: int) -> list[int]:
         """The ranks with the parts of the rank `at`."""
-        copies = [each for each in fold.spans if each not in fold.axes]
+        left_out = [each for each in fold.spans if each not in fold.axes]
         runs = range(mesh.number(mesh.at(at, fold.spans), fold.axes) % mesh.folds[axis],
                      mesh.count(fold.axes), mesh.folds[axis])
-        others = [mesh.at(number, copies) for number in range(mesh.count(copies))]
+        others = [mesh.at(number, left_out) for number in range(mesh.count(left_out))]
         return sorted(mesh.number({**other, **mesh.at(number, fold.axes)}, fold.spans)
                       for number in runs for other in others)
 

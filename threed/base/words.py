@@ -10,7 +10,7 @@ from collections.abc import Iterable
 _SAYINGS = (
     ("use train.global_batch_size (sequences of a step, over all devices) or train.micro_batch_size (of one"
      " forward)",
-     "batch batch_size bs bsz train_batch_size batchsize per_device_batch_size device_batch_size "
+     "batch batch_size bs bsz batchsize per_device_batch_size device_batch_size "
      "per_device_train_batch_size batch_size_per_gpu micro_batch local_batch_size"),
     ("threed counts steps: use train.steps; an epoch has tokens / (train.global_batch_size x model.seq_len)"
      " of them (threed data CONFIG counts tokens)",
@@ -24,17 +24,15 @@ _SAYINGS = (
      "node nodes num_nodes n_nodes nnodes machines num_machines"),
     ("threed has no context parallelism: parallel.tp with parallel.sequence_parallel=true cuts the sequence"
      " outside of attention, and activation.policy=full or activation.offload=cpu save memory",
-     "cp cp_size context_parallel context_parallel_size context_parallel_degree ring_attention ulysses "
-     "sequence_parallel_size sp_size"),
+     "cp cp_size context_parallel context_parallel_degree ring_attention ulysses sp_size"),
     ("use parallel.ep, with model.family=moe",
      "ep ep_size ep_degree expert_parallel expert_parallel_size expert_parallelism"),
     ("threed does not cut an expert over tp: parallel.ep takes ranks of tp, too",
      "etp etp_size expert_tensor_parallel"),
     ("use model.family=moe, whose keys are model.experts and model.experts_per_token (docs/experts.md)",
-     "expert experts num_experts n_experts n_routed_experts num_local_experts moe use_moe moe_args "
-     "moe_enabled num_moe_experts num_experts_per_tok"),
+     "expert experts n_experts moe use_moe moe_args moe_enabled num_moe_experts"),
     ("use model.experts_per_token, with model.family=moe",
-     "top_k topk top_k_experts moe_top_k moe_topk num_experts_per_token experts_per_token "
+     "top_k top_k_experts moe_top_k moe_topk num_experts_per_token experts_per_token "
      "num_selected_experts n_activated_experts n_experts_per_token num_active_experts"),
     ("use model.expert_ffn_hidden, with model.family=moe",
      "expert_hidden expert_hidden_size expert_dim moe_dim moe_hidden moe_inter_dim moe_hidden_dim"),
@@ -62,13 +60,13 @@ _SAYINGS = (
      "muon adafactor lamb lars shampoo soap sophia adam8bit adamw_8bit adam_8bit galore adagrad rmsprop "
      "novograd adan prodigy schedule_free dion ns_steps muon_lr muon_momentum optim"),
     ("use optimizer.name", "adam adamw sgd lion optimizer_type optimizer_name"),
-    ("use optimizer.eps", "epsilon adam_epsilon adam_eps"),
+    ("use optimizer.eps", "epsilon adam_epsilon"),
     ("use optimizer.betas, such as [0.9,0.95]; sgd has no momentum", "momentum nesterov"),
     ("threed keeps no average of weights over steps", "ema ema_decay swa weight_averaging"),
     ("threed has no fp8: precision.dtype is fp32, bf16 or fp16",
      "fp8 float8 fp8_recipe fp8_format mxfp8 fp4 nvfp4"),
     ("attention sees the whole sequence; data.document_mask=true keeps it inside a document",
-     "sliding_window_size window_size local_attention attention_window"),
+     "sliding_window_size local_attention attention_window"),
     ("threed has no latent attention", "mla use_mla"),
     ("threed has no prediction of more tokens", "mtp mtp_layers num_nextn_predict_layers mtp_depth"),
     ("use model.qk_norm", "use_qk_norm qk_layer_norm qk_normalization"),
@@ -77,82 +75,78 @@ _SAYINGS = (
     ("no key: gradients are added up over train.global_batch_size / (train.micro_batch_size x parallel.dp) "
      "micro-batches",
      "grad_accum grad_accum_steps grad_acc grad_acc_steps accumulation_steps accumulate "
-     "accumulate_grad_batches gradient_accumulation gradient_accumulation_steps accum_steps"),
+     "accumulate_grad_batches gradient_accumulation accum_steps"),
     ("use train.steps",
      "max_steps num_steps n_steps total_steps max_iters num_iters iters iterations num_iterations "
      "training_steps train_steps num_train_steps num_training_steps max_train_steps total_iters"),
     ("use model.layers",
-     "n_layer n_layers num_layer nlayers nlayer num_layers depth num_blocks n_blocks blocks "
-     "num_hidden_layers"),
+     "n_layers num_layer nlayers nlayer depth num_blocks n_blocks blocks"),
     ("use model.hidden",
-     "d_model dmodel n_embd n_embed embed_dim embedding_dim embedding_size emb_dim hidden_dim hidden_size "
+     "d_model dmodel n_embed embed_dim embedding_dim embedding_size emb_dim hidden_dim "
      "dim width model_dim n_hidden"),
     ("use model.heads",
-     "n_head n_heads nhead nheads num_heads attention_heads num_attention_heads"),
+     "n_heads nhead nheads num_heads attention_heads"),
     ("use model.kv_heads",
-     "n_kv_head n_kv_heads num_kv_heads num_key_value_heads num_query_groups"),
+     "n_kv_head n_kv_heads num_kv_heads"),
     ("use model.head_dim",
-     "head_size d_head d_k kv_channels"),
+     "head_size d_head d_k"),
     ("use model.ffn_hidden",
-     "d_ff ff_dim ffn_dim n_inner mlp_dim mlp_hidden intermediate_size ffn_hidden_size ffn_size"),
+     "d_ff ff_dim ffn_dim mlp_dim mlp_hidden ffn_size"),
     ("use model.vocab",
-     "vocab_size n_vocab vocabulary vocabulary_size num_tokens padded_vocab_size"),
+     "n_vocab vocabulary vocabulary_size num_tokens"),
     ("use model.seq_len",
-     "max_seq_len max_seq_length seq_length sequence_length seqlen block_size context context_length "
-     "context_len context_size ctx_len n_ctx n_positions max_length max_position_embeddings max_tokens "
+     "max_seq_len max_seq_length sequence_length seqlen block_size context context_length "
+     "context_len context_size ctx_len n_ctx max_length max_tokens "
      "window"),
     ("use model.fused=auto (on a GPU attention is fused anyway; run.attention_backend chooses its kernel)",
-     "flash flash_attn flash_attention use_flash_attn use_flash_attention attn_implementation"),
+     "flash flash_attn flash_attention use_flash_attention attn_implementation"),
     ("use optimizer.lr",
      "learning_rate max_lr base_lr peak_lr initial_lr max_learning_rate learningrate"),
     ("use optimizer.min_lr",
      "min_learning_rate final_lr end_lr lr_min"),
     ("use optimizer.warmup_steps",
-     "warmup warmup_iters warmup_ratio num_warmup_steps lr_warmup_steps lr_warmup_iters"),
+     "warmup warmup_iters warmup_ratio num_warmup_steps lr_warmup_steps"),
     ("use optimizer.schedule",
-     "lr_scheduler scheduler lr_schedule lr_scheduler_type lr_decay_style"),
+     "lr_scheduler scheduler lr_schedule lr_scheduler_type"),
     ("use optimizer.betas, such as [0.9,0.95]",
-     "beta beta1 beta2 adam_beta1 adam_beta2"),
+     "beta beta1 beta2"),
     ("use optimizer.clip_grad",
-     "grad_clip max_grad_norm gradient_clip gradient_clip_val clip clip_grad_norm grad_norm_clip max_norm"),
+     "grad_clip gradient_clip gradient_clip_val clip clip_grad_norm grad_norm_clip max_norm"),
     ("use optimizer.weight_decay",
      "wd decay"),
     ("use precision.dtype",
-     "bf16 fp16 half amp mixed_precision torch_dtype"),
+     "half amp torch_dtype"),
     ("use activation.policy=full (or selective)",
-     "gradient_checkpointing grad_checkpointing checkpoint_activations activation_checkpointing recompute "
-     "remat recompute_activations"),
+     "gradient_checkpointing grad_checkpointing activation_checkpointing recompute remat"),
     ("use parallel.tp",
-     "tensor_parallel tp_size tensor_parallel_size model_parallel model_parallel_size"),
+     "tensor_parallel tensor_parallel_size model_parallel"),
     ("use parallel.pp",
      "pipeline_parallel pp_size pipeline_parallel_size num_stages pipeline_stages"),
     ("use parallel.dp",
-     "data_parallel dp_size ddp data_parallel_size replicas num_replicas"),
+     "data_parallel dp_size ddp replicas num_replicas"),
     ("use zero.stage=3",
      "fsdp fully_sharded fully_shard"),
     ("use zero.shard_size (of zero.stage=3: copies between groups)",
      "hsdp hybrid_shard"),
-    ("use zero.stage",
-     "zero_stage"),
     ("use data.source",
-     "dataset datasets data_path data_dir train_data dataset_path dataset_name train_file data_file corpus "
+     "dataset datasets data_dir train_data dataset_path dataset_name train_file data_file corpus "
      "train_files"),
     ("use run.dir",
      "out_dir output_dir save_dir log_dir output exp_dir logdir checkpoint_dir ckpt_dir"),
     ("use train.eval_every",
-     "eval_interval eval_steps val_interval eval_freq val_check_interval"),
+     "eval_steps val_interval eval_freq val_check_interval"),
     ("use train.eval_batches",
-     "eval_iters val_batches limit_val_batches"),
+     "val_batches limit_val_batches"),
     ("use checkpoint.every",
-     "save_interval save_steps save_every checkpoint_interval ckpt_every save_freq checkpoint_every"),
+     "save_steps save_every checkpoint_interval ckpt_every save_freq checkpoint_every"),
     ("use checkpoint.keep",
      "save_total_limit max_checkpoints keep_last"),
     ("use train.resume",
      "resume_from resume_from_checkpoint load_from init_from"),
     ("use monitor.console_every",
-     "log_interval log_every logging_steps print_every log_freq"),
+     "log_every logging_steps print_every log_freq"),
     ("no key: tokens are read from mapped files, which needs no workers",
-     "num_workers dataloader_workers dataloader_num_workers"),
+     "dataloader_workers dataloader_num_workers"),
 )
 _WORDS = {word: saying for saying, words in _SAYINGS for word in words.split()}
 

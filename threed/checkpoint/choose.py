@@ -31,8 +31,9 @@ from threed.checkpoint.format import (
 from threed.checkpoint.lineage import Lineage, owner, read_latest, write_latest
 from threed.checkpoint.named import named
 from threed.optim.registry import OPTIMIZERS
-from threed.schema import Config, ModelConfig
+from threed.schema import Config, ModelConfig, keys_of
 
+_OF_ADAPTERS = ("model.lora_rank", "model.lora_alpha", "model.lora_targets")
 
 class Candidate(NamedTuple):
     """A checkpoint to try."""
@@ -115,9 +116,9 @@ def read_manifest(path: Path, config: Config, trains: bool = True,
                          "offload.delayed_update=true, as the run that saved it, or resume from a checkpoint "
                          "that was saved before the first delayed step, or after the last")
     mine, model = config.to_dict()["model"], manifest["config"]["model"]
-    # keys that do not change what the weights mean
-    free = {"name", "dropout", "attention_dropout", "init_std", "tile_linears", "loss_chunk", "fused",
-            "balance_weight", "z_loss", "moe_room", "moe_route", "moe_capacity", "vocab_multiple",
+    # keys that do not change what the weights mean; but adapters are weights
+    free = {"name", *(key.removeprefix("model.") for key, spec in keys_of(type(config.model)).items()
+                      if spec.free and key not in _OF_ADAPTERS),
             *({"seq_len"} if config.model.position == "rotary" else ()),
             *({"balance"} if "bias" not in (mine.get("balance"), model.get("balance")) else ())}
     # An older checkpoint does not name newer keys, whose defaults are what there was before.
@@ -127,7 +128,7 @@ def read_manifest(path: Path, config: Config, trains: bool = True,
                          "keys model.lora_* of its run to go on, or merge them by threed export, then threed "
                          "import")
     if base:
-        free |= {"lora_rank", "lora_alpha", "lora_targets"}
+        free |= {key.removeprefix("model.") for key in _OF_ADAPTERS}
     else:
         given, mine = ({**keys, **_adapters(keys)} for keys in (given, mine))
     different = [f"model.{key}={given.get(key)} there, {mine[key]} here" for key in mine

@@ -51,7 +51,7 @@ def check_folds(config: Config) -> Iterator[Problem]:
             yield Problem.of(f"parallel.{axis}", f"={size} {problem}")
         elif size != 1 and axis not in folds:
             yield Idle.of(f"parallel.{axis}", f"={size}: model.family={config.model.family} has no "
-                             f"parameters that are cut over {axis}; leave it out")
+                          f"parameters that are cut over {axis}; leave it out")
 
 
 def check_pair(config: Config) -> Iterator[Problem]:
@@ -62,7 +62,7 @@ def check_pair(config: Config) -> Iterator[Problem]:
     if all(sizes.get(way.over, 2) == 1 for layer in layers_of(config) for way in layer.travels.values()):
         ep = "raise parallel.ep, or " if not config.model.own_layers and folds_of(config) else ""
         yield Idle.of("parallel.pair", "=true lets tensors travel between ranks while others are "
-                         f"computed, and none travels here: {ep}leave it out")
+                      f"computed, and none travels here: {ep}leave it out")
 
 
 def check_stages(config: Config) -> Iterator[Problem]:

@@ -18,10 +18,10 @@ def check_data(config: Config) -> Iterator[Problem]:
         value = getattr(data, key)
         if value != getattr(DataConfig(), key) and data.loss_mask != wanted:
             yield Idle.of(f"data.{key}", f"={value} needs data.loss_mask={wanted}, and it is "
-                             f"{data.loss_mask}; leave it out")
+                          f"{data.loss_mask}; leave it out")
     if data.bad_rows_limit != DataConfig().bad_rows_limit and data.on_bad_row != "skip":
         yield Idle.of("data.bad_rows_limit", f"={data.bad_rows_limit} needs data.on_bad_row=skip, and it "
-                         f"is {data.on_bad_row}; leave it out")
+                      f"is {data.on_bad_row}; leave it out")
     sources = [data.source] if data.mix is None else []
     for index, entry in enumerate(data.mix or []):
         try:
@@ -43,7 +43,7 @@ def check_data(config: Config) -> Iterator[Problem]:
     if data.loss_mask != "none" and data.text_key != DataConfig().text_key:
         where = "data.messages_key" if data.loss_mask == "chat" else "data.prompt_key and data.answer_key"
         yield Idle.of("data.text_key", f"={data.text_key} with data.loss_mask={data.loss_mask}: its texts "
-                         f"are in {where}; leave it out")
+                      f"are in {where}; leave it out")
     if config.run.cuda_graphs and data.document_mask:
         yield Problem.of("run.cuda_graphs", "=true with data.document_mask=true: attention has the shapes of "
                          "the documents, and a CUDA graph has fixed ones; set one of the two to false")

@@ -40,8 +40,7 @@ def whose(key: str) -> tuple[str, str] | None:
     found = [(framework, framework.row(name)) for framework, name in (
         (DEEPSPEED, key), (MEGATRON, last), (TRANSFORMERS, last))]
     for framework, row in sorted(found, key=lambda each: each[1] is not None and "*" in each[1].theirs):
-        if row is None or (not section and (last in _EVERYONES or (
-                many and (framework is TRANSFORMERS or "*" in row.theirs)))):
+        if row is None or (not section and (last in _EVERYONES or (many and "*" in row.theirs))):
             continue
         if section or (row.key or "").rpartition(".")[2] != last:
             return _instead(framework, key, row)

@@ -91,7 +91,7 @@ def _check_sizes(config: Config) -> Iterator[Problem]:
     if config.parallel.sequence_parallel:
         if tp == 1:
             yield Idle.of("parallel.sequence_parallel", "=true needs parallel.tp > 1: tp splits the "
-                             "sequence")
+                          "sequence")
         elif model.seq_len % tp:
             yield Problem.of("parallel.sequence_parallel", f"=true: model.seq_len={model.seq_len} is not "
                              f"divisible by parallel.tp={tp}")
@@ -149,7 +149,7 @@ def _check_zero(config: Config) -> Iterator[Problem]:
         value = getattr(zero, key)
         if value is not None and zero.stage < least:
             yield Idle.of(f"zero.{key}", f"={value} needs zero.stage of at least {least}, and it is "
-                             f"{zero.stage}: below, {_WHOLE[key]}; leave it out")
+                          f"{zero.stage}: below, {_WHOLE[key]}; leave it out")
     for key, words in (("reduce_every", ("step",)), ("residency", ("stage", "step"))):
         value = getattr(zero, key)
         if value is not None and value not in words and not (isinstance(value, int) and value >= 1):
@@ -177,8 +177,8 @@ def _check_activation(config: Config) -> Iterator[Problem]:
         value = getattr(activation, key)
         if value not in (None, False, "none") and policy not in policies:
             yield Idle.of(f"activation.{key}", f"={value} needs "
-                             f"activation.policy={' or '.join(policies)}, and it is {policy}: "
-                             f"{_KEPT if len(policies) > 1 else 'leave it out'}")
+                          f"activation.policy={' or '.join(policies)}, and it is {policy}: "
+                          f"{_KEPT if len(policies) > 1 else 'leave it out'}")
     if activation.budget is None and policy == "budget":
         yield Problem.of("activation.policy", "=budget needs activation.budget, the most bytes of "
                          "activations that a rank may keep, such as 8GiB")
@@ -197,13 +197,13 @@ def _check_offload(config: Config) -> Iterator[Problem]:
     offload = config.offload
     if offload.ratio < 1 and offload.optimizer == "none":
         yield Idle.of("offload.ratio", f"={offload.ratio} needs offload.optimizer=cpu or nvme: it is a "
-                         "share of what is offloaded")
+                      "share of what is offloaded")
     if offload.warmup and not offload.delayed_update:
         yield Idle.of("offload.warmup", f"={offload.warmup}: must be steps before the first that "
                       "offload.delayed_update delays")
     if offload.delayed_update and offload.optimizer == "none":
         yield Idle.of("offload.delayed_update", "=true needs offload.optimizer=cpu or nvme: what the "
-                         "device steps takes its turn anyway, so there is nothing to hide")
+                      "device steps takes its turn anyway, so there is nothing to hide")
     elif offload.delayed_update and offload.ratio < 1:
         yield Problem.of("offload.delayed_update", f"=true with offload.ratio={offload.ratio}: some weights "
                          "would be an update behind and others not; set offload.ratio=1")
@@ -220,7 +220,7 @@ def _check_offload(config: Config) -> Iterator[Problem]:
                           "disk of each machine")
     elif offload.nvme_path is not None:
         yield Idle.of("offload.nvme_path", f"={offload.nvme_path} needs offload.optimizer or "
-                         "offload.parameters to be nvme")
+                      "offload.parameters to be nvme")
 
 
 def _check_copies(config: Config) -> Iterator[Problem]:
@@ -263,7 +263,7 @@ def _check_precision(config: Config) -> Iterator[Problem]:
         for key in ("initial_loss_scale", "loss_scale_window", "hysteresis", "min_loss_scale"):
             if (value := getattr(precision, key)) != getattr(PrecisionConfig(), key):
                 yield Idle.of(f"precision.{key}", f"={value} is for a dynamic loss scale, and here it is "
-                                 f"{config.loss_scale:g}; leave it out, or set precision.loss_scale=dynamic")
+                              f"{config.loss_scale:g}; leave it out, or set precision.loss_scale=dynamic")
     if precision.min_loss_scale > precision.initial_loss_scale:
         yield Problem.of("precision.min_loss_scale", f"={precision.min_loss_scale} is above "
                          f"precision.initial_loss_scale={precision.initial_loss_scale}")
@@ -276,10 +276,10 @@ def _check_batch(config: Config) -> Iterator[Problem]:
                          f"train.micro_batch_size={train.micro_batch_size} x parallel.dp={config.dp}")
     if train.eval_every and not config.data.validation_fraction:
         yield Idle.of("train.eval_every", f"={train.eval_every} needs data.validation_fraction > 0: "
-                         "nothing is held out")
+                      "nothing is held out")
     if train.sample_every and not train.sample_prompts:
         yield Idle.of("train.sample_every", f"={train.sample_every} needs train.sample_prompts, the "
-                         "beginnings of the texts that the model writes")
+                      "beginnings of the texts that the model writes")
 
 
 def _check_schedule(config: Config) -> Iterator[Problem]:

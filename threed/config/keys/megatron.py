@@ -30,7 +30,8 @@ ROWS = (
     Key("use_tp_pp_dp_mapping", "parallel.axis_order=dp-pp-tp"),
     Key("sequence_parallel", "parallel.sequence_parallel=true", take.sequence_parallel),
     Key("no_scatter_gather_tensors_in_pipeline", "parallel.split_messages=off"),
-    Key("context_parallel_size", NOTHING + "threed does not cut the sequence of attention", None, _ONE),
+    Key("context_parallel_size",
+        NOTHING + "threed has no context parallelism; sequence_parallel cuts the rest over tp", None, _ONE),
     # ZeRO
     Key("use_distributed_optimizer", "zero.stage=1", take.distributed),
     Key("use_megatron_fsdp", NO_KEY + "zero.stage alone says it"),
@@ -201,7 +202,7 @@ def defaults(given: Given) -> dict[str, Any]:
     if "global_batch_size" not in given:
         values |= take.least_batch(given)
     if given.get("swiglu") and isinstance(given.get("hidden_size"), int):
-        values["ffn_hidden_size"] = int(4 * given["hidden_size"] * 2 / 3 / 64) * 64
+        values["ffn_hidden_size"] = take.gated_width(given["hidden_size"])
     if given.get("group_query_attention"):
         values["num_query_groups"] = 1
     if given.get("fp16"):

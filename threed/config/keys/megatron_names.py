@@ -11,13 +11,14 @@ from typing import Any
 import yaml
 
 from threed.config.keys.megatron import MEGATRON
+from threed.config.keys.megatron_values import gated_width
 
 OPTIONS = {  # a name of megatron.core or Megatron-Bridge -> the option
     "num_moe_experts": "num_experts", "sequence_length": "seq_length", "encoder_seq_length": "seq_length",
     "virtual_pipeline_model_parallel_size": "num_virtual_stages_per_pipeline_rank",
-    "use_custom_fsdp": "use_megatron_fsdp", "grad_reduce_in_fp32": "accumulate_allreduce_grads_in_fp32",
-     "layernorm_zero_centered_gamma": "apply_layernorm_1p",
-    "distribute_checkpointed_activations": "distribute_saved_activations"}
+    "use_custom_fsdp": "use_megatron_fsdp", "layernorm_zero_centered_gamma": "apply_layernorm_1p",
+    "distribute_checkpointed_activations": "distribute_saved_activations",
+    "grad_reduce_in_fp32": "accumulate_allreduce_grads_in_fp32"}
 _OPPOSITES = {  # a name -> the option that switches it off, where that is not no_ or disable_ before the name
     "add_bias_linear": "disable_bias_linear", "add_position_embedding": "no_position_embedding",
     "share_embeddings_and_output_weights": "untie_embeddings_and_output_weights",
@@ -157,5 +158,5 @@ def usual(given: dict[str, Any]) -> dict[str, Any]:
               "expert_tensor_parallel_num_weight_shards": given.get("tensor_model_parallel_size")}
     if isinstance(hidden, int) and isinstance(heads, int):
         values["kv_channels"] = hidden // heads
-        values["ffn_hidden_size"] = int(4 * hidden * 2 / 3 / 64) * 64 if given.get("swiglu") else 4 * hidden
+        values["ffn_hidden_size"] = gated_width(hidden) if given.get("swiglu") else 4 * hidden
     return values

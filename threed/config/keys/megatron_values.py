@@ -75,6 +75,11 @@ def precision(value: Any, given: Given) -> str:
     return DTYPES[name]
 
 
+def gated_width(hidden: int) -> int:
+    """The hidden layer of a gated MLP where none is given."""
+    return int(4 * hidden * 2 / 3 / 64) * 64
+
+
 def steps_of(samples: Any, given: Given) -> int:
     return round(samples / number(given, "global_batch_size"))
 

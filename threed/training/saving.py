@@ -113,7 +113,7 @@ class Checkpoints:
             if attempt:
                 time.sleep(PAUSE_S)
             self._begin(counters)
-            problem = self.finish()
+            problem = self.finish(warns=False)  # the error says it
             if problem is None:
                 return
         on = f"The newest checkpoint is {self.newest}" if self.newest else "There is no checkpoint"
@@ -128,8 +128,9 @@ class Checkpoints:
         if self._saver.stage is not SaveStage.IDLE:
             self._say(f"warning: the checkpoint of step {self._saver.step} was not finished")
 
-    def finish(self, most_s: float = math.inf, prunes: bool = True) -> str | None:
-        """Wait for the save under way, if any. Returns why it failed; None if it did not."""
+    def finish(self, most_s: float = math.inf, prunes: bool = True, warns: bool = True) -> str | None:
+        """Wait for the save under way, if any. Returns why it failed, which is a warning, too; None if it did
+        not."""
         if self._saver.stage is SaveStage.IDLE:
             return None
         begin, outcome = time.monotonic(), None
@@ -145,7 +146,8 @@ class Checkpoints:
         self._blocked_s += time.monotonic() - begin
         if outcome is None:
             return None
-        self._tell(outcome)
+        if outcome.problem is None or warns:
+            self._tell(outcome)
         return outcome.problem
 
     def _begin(self, counters: dict[str, Any]) -> None:

@@ -83,7 +83,8 @@ def test_a_hint_names_keys_that_there_are():
     (["--num-experts=8"], "model.family=moe"), (["--top-k", "2"], "model.experts_per_token"),
     (["--optimizer", "muon"], "optimizer.name=muon"),
     (["--router-aux-loss-coef", "1"], "model.balance_weight"),
-    (["--context-parallel-size", "2"], "no context parallelism")])
+    (["--context-parallel-size", "2"], "no context parallelism"),
+    (["--memory", "80GB"], "threed init, check and search take --memory")])
 def test_a_foreign_option_has_its_hint(words: list[str], ours: str):
     command = ["train", "configs/toy.yaml", *words]
     option = words[0].partition("=")[0]

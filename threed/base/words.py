@@ -126,6 +126,8 @@ _SAYINGS = (
      "data_parallel dp_size ddp replicas num_replicas"),
     ("use zero.stage=3",
      "fsdp fully_sharded fully_shard"),
+    ("no key: threed init, check and search take --memory BYTES (threed memory counts states alone)",
+     "memory device_memory gpu_memory vram"),
     ("use zero.shard_size (of zero.stage=3: copies between groups)",
      "hsdp hybrid_shard"),
     ("use data.source",

@@ -74,8 +74,8 @@ SETTINGS: dict[str, dict[object, list[str]]] = {
     "offload": {
         "none": [],
         "cpu": ["offload.optimizer=cpu"],
-        "nvme": ["offload.optimizer=nvme", FILES],
-        "cpu+parameters": ["offload.optimizer=cpu", "offload.parameters=cpu"],
+        "nvme": ["offload.optimizer=nvme", FILES, "offload.gradients=host"],
+        "cpu+parameters": ["offload.optimizer=cpu", "offload.parameters=cpu", "offload.overlap=none"],
         "nvme+parameters": ["offload.optimizer=nvme", "offload.parameters=nvme", FILES],
     },
     "activation": {
@@ -248,9 +248,7 @@ def drive(config: Config, engine: Engine, comm: Comm, steps: int,
     def after(instruction, slots):
         if instruction.op == Op.CLIP:
             for unit, state in engine.zero.stepped.items():
-                unit_gradient = state.gradient
-                gradient = (unit_gradient.waiting if instruction.gradients == "wait"
-                            else unit_gradient.values)
+                gradient = state.gradient.values
                 by = scale * share(slots.get(Slot("scale")))
                 counts = state.part.layout.placed[0].parameter.counted  # of rows: nothing scales them
                 grads[unit] = (gradient.float() / (1.0 if counts else by)).cpu()
@@ -264,6 +262,7 @@ def drive(config: Config, engine: Engine, comm: Comm, steps: int,
         losses.append(clipped.loss)
         norms.append(clipped.grad_norm)
         engine.after = None
+    engine.settle()
     # (from here, on a GPU, because another thread's stream would not wait for this one's)
     weights = {unit: torch.clone(state.optimizer_state.master).cpu() for unit, state in engine.states.items()}
     places = {unit: (state.part.owned, state.part.layout) for unit, state in engine.states.items()}

@@ -339,10 +339,7 @@ class Reference:
         return total
 
     def run(self, steps: int) -> Result:
-        config, offload, result = self.config.optimizer, self.config.offload, Result([], [], {}, {})
-        waiting: list[torch.Tensor | None] | None = None  # with delayed updates: the clipped gradients of the
-        # step before
-        updates = 0
+        config, result = self.config.optimizer, Result([], [], {}, {})
         for step in range(steps):
             result.losses.append(self.backward(step))
             if step == 0:
@@ -350,25 +347,15 @@ class Reference:
             limit = config.clip_grad or float("inf")
             normed = [value for name, value in self.trained.items() if name not in self.counted]
             result.norms.append(float(torch.nn.utils.clip_grad_norm_(normed, limit)))
-            made = [value.grad for value in self.trained.values()]
-            last = step == self.config.train.steps - 1
-            due = [made]
-            if offload.delayed_update and (waiting is not None or (step >= offload.warmup and not last)):
-                due = [*([waiting] if waiting is not None else []), *([made] if last else [])]
-                waiting = None if last else made
-            for grads in due:
-                for value, grad in zip(self.trained.values(), grads, strict=True):
-                    value.grad = grad
-                for group in self.optimizer.param_groups:
-                    group["lr"] = learning_rate(config, updates, self.config.train.steps)
-                self.optimizer.step()
-                with torch.no_grad():
-                    for name, mean in self.counted.items():
-                        bias = self.trained[name]
-                        assert bias.grad is not None
-                        bias += config.balance_rate * torch.sign(mean - bias.grad)
-                self.publish()
-                updates += 1
+            for group in self.optimizer.param_groups:
+                group["lr"] = learning_rate(config, step, self.config.train.steps)
+            self.optimizer.step()
+            with torch.no_grad():
+                for name, mean in self.counted.items():
+                    bias = self.trained[name]
+                    assert bias.grad is not None
+                    bias += config.balance_rate * torch.sign(mean - bias.grad)
+            self.publish()
         result.weights = {name: value.detach() for name, value in self.masters.items()}
         with torch.no_grad():
             result.evaluated = sum(loss.item() for loss, _ in self.losses(steps, train=False))

@@ -91,7 +91,7 @@ class Rank:
 
     def torch(self) -> Cost:
         tensors = {f"{self.comm.rank}.{unit}.{kind}": whole for unit, state in self.engine.states.items()
-                   for kind, whole in state.kept(False).items()}
+                   for kind, whole in state.kept().items()}
         path, steps = Path(self.config.run.dir) / "dcp", []
         begin = time.monotonic()
         future: Any = dcp.async_save(tensors, checkpoint_id=path, process_group=self.talk)

@@ -113,7 +113,7 @@ def serve(rank: int, args: argparse.Namespace, scratch: Path, pipe: Any) -> None
         made: list[Engine] = []
         plan = make_plan(config) if args.training else forward_plan(config, EVALUATE)
         build = measured("build a rank", lambda: made.append(Engine(config, plan, comm)))
-        kept = [whole for state in made[0].states.values() for whole in state.kept(False).values()]
+        kept = [whole for state in made[0].states.values() for whole in state.kept().values()]
         for whole in kept:  # all pages are there before what is read is counted
             whole.zero_()
         read = measured("read by a rank", lambda: resume(config, made[0].zero))

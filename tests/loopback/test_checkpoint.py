@@ -252,7 +252,7 @@ def test_a_flipped_bit_in_memory(kind, mesh, source, tmp_path, monkeypatch):
         def flip(values: dict, zero: Any, rounded: dict, victim: int = victim) -> str | None:
             if zero.comm.rank == victim:
                 state = next(iter(zero.states.values()))
-                state.kept(False)[kind].view(torch.int32)[
+                state.kept()[kind].view(torch.int32)[
                     random.randrange(state.part.layout.placed[0].stop // 8)
                 ] ^= 1 << 7
             return original(values, zero, rounded)

@@ -297,7 +297,7 @@ def test_an_optimizer_begins_fresh(mesh, tmp_path):
         for state in engine.states.values():
             for box in boxes(state.part.layout, comm.here.on, *state.part.owned):
                 part = slice(box.start - state.part.owned[0], box.stop - state.part.owned[0])
-                yield from ((kind, values[part]) for kind, values in state.kept(False).items())
+                yield from ((kind, values[part]) for kind, values in state.kept().items())
 
     def work(engine: Engine, comm: Comm) -> list[float]:
         for kind, values in kept(engine, comm):

@@ -111,10 +111,12 @@ def read_manifest(path: Path, config: Config, trains: bool = True,
         raise InputError(f"model.lora_rank={config.model.lora_rank} in the run.dir of the run that trained "
                          "the base model: its checkpoints have higher steps; give another run.dir, and "
                          f"train.resume={path}")
-    if manifest["waiting"] and trains and not base and not config.offload.delayed_update:
-        raise InputError(f"checkpoint {path} holds gradients that its next step was to apply; go on with "
-                         "offload.delayed_update=true, as the run that saved it, or resume from a checkpoint "
-                         "that was saved before the first delayed step, or after the last")
+    if manifest["waiting"] and trains and not base:
+        raise InputError(f"checkpoint {path} holds gradients that its next step was to apply, a step late "
+                         "(offload.delayed_update, which is gone: offload.overlap=next hides the host's step "
+                         "and applies none late); resume from one that was saved before the first delayed "
+                         "step or after the last, or start anew from its weights: threed export, then threed "
+                         "import")
     mine, model = config.to_dict()["model"], manifest["config"]["model"]
     # keys that do not change what the weights mean; but adapters are weights
     free = {"name", *(key.removeprefix("model.") for key, spec in keys_of(type(config.model)).items()

@@ -11,9 +11,9 @@
                                     optimizer, all fp32
         latest                      name and lineage (lineage.py) of the newest checkpoint; written last
 
-`param` is the fp32 master weight; 'waiting:...' are gradients that the next step applies
-(offload.delayed_update). A checkpoint whose manifest says `weights_only` has `param` alone: an import, after
-which an optimizer begins fresh. Where several ranks hold the same values, one of them writes. A rank that
+`param` is the fp32 master weight. (`waiting` in manifests of earlier versions: gradients that the next step
+was to apply.) A checkpoint whose manifest says `weights_only` has `param` alone: an import, after which an
+optimizer begins fresh. Where several ranks hold the same values, one of them writes. A rank that
 loads reads the manifest, the index lines of its own parameters, and from the files the bytes of the boxes
 that it needs: the amount does not grow with the number of ranks that wrote. """
 

@@ -37,7 +37,7 @@ from threed.checkpoint.lineage import Lineage
 from threed.checkpoint.proof import MASK, checksum
 from threed.comm.group import Comm
 from threed.comm.lanes import in_order
-from threed.features.zero.run import Clipped, ZeroRun
+from threed.features.zero.run import ZeroRun
 from threed.schema import Config, ModelConfig
 
 T = TypeVar("T")
@@ -220,8 +220,6 @@ def _read(reader: BoxReader, manifest: dict[str, Any], zero: ZeroRun) -> str | N
     first to notice: then the others stop."""
     problem, place, padded = None, zero.comm.here.on, _padded_otherwise(manifest, zero)
     try:
-        waits = manifest["waiting"] and zero.table.trains
-        zero.waiting = Clipped(**manifest["waiting"]) if waits else None
         for state in zero.states.values():
             if state.part.unit.trains and is_base(manifest, zero.config):  # adapters, which it does not have
                 state.fill(place, zero.config.train.seed)
@@ -230,7 +228,7 @@ def _read(reader: BoxReader, manifest: dict[str, Any], zero: ZeroRun) -> str | N
                 continue
             for box in boxes(state.part.layout, place, *state.part.owned):
                 part = slice(box.start - state.part.owned[0], box.stop - state.part.owned[0])
-                for kind, whole in state.kept(zero.waiting is not None).items():
+                for kind, whole in state.kept().items():
                     if kind != "param" and weights_only(manifest):
                         whole[part].zero_()
                     else:
@@ -286,9 +284,9 @@ def _prove(manifest: dict[str, Any], zero: ZeroRun, rounded: dict[tuple[str, str
     of the fp32 values that were read."""
     comm, table, padded = zero.comm, zero.table, _padded_otherwise(manifest, zero)
     buffers = dict.fromkeys(buffer.name for unit in table.parameters for buffer in table.buffers(unit))
-    kinds = "param", *buffers, "waiting"
+    kinds = "param", *buffers
     sums, problem = _together(comm, lambda: _sums(zero, rounded))
-    kept = {(name, kind) for state in zero.states.values() for kind in state.kept(zero.waiting is not None)
+    kept = {(name, kind) for state in zero.states.values() for kind in state.kept()
             for name in (placed.parameter.name for placed in state.part.layout.placed)
             if name in manifest["parameters"]}
     # All parameters of the position, in an order that all ranks share: a rank may have no part of some.
@@ -331,7 +329,7 @@ def _sums(zero: ZeroRun,
                        "look at the memory of that machine")
         for box in boxes(state.part.layout, comm.here.on, *state.part.owned):
             part = slice(box.start - state.part.owned[0], box.stop - state.part.owned[0])
-            for kind, whole in state.kept(zero.waiting is not None).items():
+            for kind, whole in state.kept().items():
                 key = box.name, kind
                 sums[key] = (sums.get(key, 0) + checksum(whole[part], box)) & MASK
     return sums, problem

@@ -125,7 +125,7 @@ class Saver:
         self._manifest = {
             "format": FORMAT, "step": zero.step_number, "updates": zero.updates,
             "loss_scaler": zero.scaler.state(),
-            "waiting": zero.waiting.kept() if zero.waiting else None, **counters,
+            "waiting": None, **counters,
             "plan": self._engine.analysis.digest,
             "lineage": self._lineage, "mesh": {**mesh.sizes, "order": list(mesh.order)},
             "torch": torch.__version__, "config": zero.config.to_dict(),
@@ -139,7 +139,7 @@ class Saver:
         place = self._comm.here.on
         if not state.writes:
             return []
-        values = state.to_save(self._engine.zero.waiting is not None)
+        values = state.to_save()
         first = state.part.shard[0]
         return [Item(kind, box, lambda take=take, box=box: take(box.start - first, box.stop - first))
                 for kind, take in values.items() for box in boxes(state.part.layout, place, *state.part.shard)

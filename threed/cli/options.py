@@ -100,10 +100,10 @@ Json = Annotated[bool, typer.Option("--json", help="print one JSON document on s
 # ---------------------------------------------------------------- of `show`
 
 Rank = Annotated[int | None, typer.Option(help="print this rank's program, an instruction a line")]
-Program = Annotated[str, typer.Option(help="train, evaluate, generate, snapshot, verify; delayed updates: "
-                                           "plain, enter, drain",
+Program = Annotated[str, typer.Option(help="train, evaluate, generate, snapshot, verify; "
+                                           "offload.overlap: enter, settle",
                                       autocompletion=_one_of("train", "evaluate", "generate", "snapshot",
-                                                             "verify", "plain", "enter", "drain"))]
+                                                             "verify", "enter", "settle"))]
 UnitKind = Annotated[str | None, typer.Option(metavar="u|p", autocompletion=_one_of("u", "p"),
                                               help="list compute units (u), or parameter units (p)")]
 Explain = Annotated[int | None, typer.Option(metavar="INDEX", help="say what this instruction of --rank R "

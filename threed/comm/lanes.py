@@ -54,6 +54,16 @@ class Handle:
 DONE = Handle(None)
 
 
+class Waiting:
+    """A job that waits for the device: it needs a thread of its own."""
+
+    def __init__(self, job: Job):
+        self._job = job
+
+    def __call__(self) -> object:
+        return self._job()
+
+
 def run_as_batch() -> None:
     """Have this thread, and those that it starts from now on, not take the processor of another thread when
     they wake.
@@ -225,8 +235,8 @@ class StreamLane(Lane):
 
 
 class CopyLane(ThreadLane):
-    """A stream for copies, some of which wait for the host or the disk. A thread issues those, so that
-    the computation goes on meanwhile; the others are issued at once."""
+    """A stream for copies, some of which wait for the host or the disk, or have the host add what has
+    come. A thread issues those, so that the computation goes on meanwhile; the others are issued at once."""
 
     def __init__(self, name: str, device: torch.device):
         super().__init__(name, device)
@@ -243,7 +253,8 @@ class CopyLane(ThreadLane):
         return handle
 
     def submit(self, job: Job, after: Sequence[Handle] = ()) -> Handle:
-        direct = self._last.ready() and all(handle.ready() for handle in after)
+        direct = (not isinstance(job, Waiting) and self._last.ready()
+                  and all(handle.ready() for handle in after))
         self._last = self._stream.submit(job, after) if direct else super().submit(job, after)
         return self._last
 

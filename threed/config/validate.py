@@ -147,10 +147,10 @@ def _check_zero(config: Config) -> Iterator[Problem]:
     zero = config.zero
     for key, least in (("reduce_every", 2), ("residency", 3), ("prefetch", 3), ("persist_below", 3)):
         value = getattr(zero, key)
-        if value is not None and zero.stage < least:
+        if value not in (None, "auto") and zero.stage < least:
             yield Idle.of(f"zero.{key}", f"={value} needs zero.stage of at least {least}, and it is "
                           f"{zero.stage}: below, {_WHOLE[key]}; leave it out")
-    for key, words in (("reduce_every", ("step",)), ("residency", ("stage", "step"))):
+    for key, words in (("reduce_every", ("auto", "step")), ("residency", ("stage", "step"))):
         value = getattr(zero, key)
         if value is not None and value not in words and not (isinstance(value, int) and value >= 1):
             yield Problem.of(f"zero.{key}", f"={value}: must be a whole number of at least 1, or "
@@ -198,19 +198,15 @@ def _check_offload(config: Config) -> Iterator[Problem]:
     if offload.ratio < 1 and offload.optimizer == "none":
         yield Idle.of("offload.ratio", f"={offload.ratio} needs offload.optimizer=cpu or nvme: it is a "
                       "share of what is offloaded")
-    if offload.warmup and not offload.delayed_update:
-        yield Idle.of("offload.warmup", f"={offload.warmup}: must be steps before the first that "
-                      "offload.delayed_update delays")
-    if offload.delayed_update and offload.optimizer == "none":
-        yield Idle.of("offload.delayed_update", "=true needs offload.optimizer=cpu or nvme: what the "
-                      "device steps takes its turn anyway, so there is nothing to hide")
-    elif offload.delayed_update and offload.ratio < 1:
-        yield Problem.of("offload.delayed_update", f"=true with offload.ratio={offload.ratio}: some weights "
-                         "would be an update behind and others not; set offload.ratio=1")
-    if offload.delayed_update and offload.parameters != "none":
-        yield Problem.of("offload.delayed_update", f"=true with offload.parameters={offload.parameters}: the "
-                         "host would step weights that the step still reads there; set "
-                         "offload.parameters=none (a second copy there would lift this)")
+    if offload.overlap == "next" and offload.optimizer == "none":
+        yield Idle.of("offload.overlap", "=next needs offload.optimizer=cpu or nvme: what the device steps "
+                      "takes its turn anyway, so there is nothing to hide")
+    if offload.gradients != "auto" and offload.optimizer == "none":
+        yield Idle.of("offload.gradients", f"={offload.gradients} needs offload.optimizer=cpu or nvme: a "
+                      "gradient goes to the host where it is stepped there")
+    elif offload.gradients == "host" and config.zero.stage < 2:
+        yield Idle.of("offload.gradients", f"=host needs zero.stage of at least 2, and it is "
+                      f"{config.zero.stage}: below, whole gradients stay on the device until the step's end")
     if offload.optimizer != "none" and config.precision.master == "none":
         yield Problem.of("offload.optimizer", f"={offload.optimizer} with precision.master=none: the host "
                          "steps fp32 weights of its own; leave one of the two out")
@@ -324,9 +320,6 @@ def warnings(config: Config) -> list[str]:
             for kept in layer.cost(share_of(config)).saved):
         lines.append("activation.pieces: norm does nothing here: the tiles of a layer share its norm's "
                      "output, which is kept")
-    if config.offload.delayed_update and config.offload.warmup >= steps - 1:
-        lines.append(f"offload.delayed_update=true does nothing here: of train.steps={steps}, the first "
-                     f"offload.warmup={config.offload.warmup} and the last are not delayed")
     kept, every = config.checkpoint.keep * config.checkpoint.every, config.run.verify_every
     if 0 < kept < every:
         lines.append(f"run.verify_every={every} is longer than checkpoint.keep x checkpoint.every = {kept}: "

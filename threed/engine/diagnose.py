@@ -10,14 +10,14 @@ import torch
 from threed.engine.engine import Engine
 from threed.engine.inspect import Finding, first, me, results
 from threed.program.instruction import Instruction
+from threed.program.names import ENTER, TRAIN
 from threed.program.slots import Slots
 from threed.tensor.context import Batch
 
 
 def find_nonfinite(engine: Engine, batch: Callable[[int], Batch]) -> str:
     """Run the train program again and return where the first number was not finite. Its STEPs do nothing,
-    since its CLIP is not finite again. With delayed updates the gradients of the step before have been
-    applied meanwhile, so the program runs with the weights of the next step.
+    since its CLIP is not finite again.
 
     All ranks call this together; all get the same answer.
     """
@@ -36,11 +36,8 @@ def find_nonfinite(engine: Engine, batch: Callable[[int], Batch]) -> str:
                                         f"first in the {what} on {me(engine)}"))
 
     with engine.inspected(inspect):
-        engine.run("enter" if table.update.delayed else "train", batch)
+        engine.run(ENTER if table.update.overlap else TRAIN, batch)
     finding = first(engine, findings)
-    if finding is None and table.update.delayed:
-        return ("it did not happen again with the weights of the next step: run without "
-                "offload.delayed_update to find where")
     if finding is None:
         return "it did not happen again when the step was repeated: look at the hardware"
     return finding.text

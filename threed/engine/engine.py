@@ -35,7 +35,7 @@ from threed.program.check import describe
 from threed.program.effects import effects
 from threed.program.graphs import graphs
 from threed.program.instruction import COMPUTE, MESSAGES, PARTS, Instruction, Slot
-from threed.program.names import GENERATE, SNAPSHOT, VERIFY, WAITING
+from threed.program.names import GENERATE, SETTLE, SNAPSHOT, TRAIN, VERIFY
 from threed.program.plan import Plan
 from threed.program.seam import seam_of
 from threed.program.slots import Slots
@@ -107,10 +107,19 @@ class Engine:
         return clipped, trace
 
     def snapshot(self) -> None:
-        """Begin to copy the content of a checkpoint to the host, if the plan has a program for it. The next
-        step runs meanwhile."""
+        """Apply what waits, then begin to copy the content of a checkpoint to the host, if the plan has a
+        program for it. The next step runs meanwhile."""
+        self.settle()
         if self.plan.table.update.snapshots:
-            self._run(WAITING if self.zero.waiting is not None else SNAPSHOT, self.pipeline.feed.read)
+            self._run(SNAPSHOT, self.pipeline.feed.read)
+
+    def settle(self) -> None:
+        """Apply the update that waits for the next step, if any (offload.overlap): then weights and optimizer
+        state are those after the last step. Every program but the next step begins with it; who reads weights
+        between two steps calls it before. All ranks call it together."""
+        if self.zero.waiting is not None:
+            self._run(SETTLE, self.pipeline.feed.read)
+            self.zero.waiting = None
 
     def generate(self, batch: Callable[[int], Batch]) -> dict[int, torch.Tensor]:
         """Run the program `generate`. Micro-batch -> the logits of each sequence's token `last_B`, [B, V], V
@@ -131,6 +140,8 @@ class Engine:
     def _run(self, name: str, batch: Callable[[int], Batch]) -> Trace:
         """Run a program once. A failure is raised as RunError, with the instruction, its neighbours and the
         slots that are alive."""
+        if name not in (TRAIN, SETTLE):
+            self.settle()
         program, order = self.plan.programs[name][self.position], self.orders[name]
         slots, handlers, mark = self.slots, self.handlers, self.clock.mark
         slots.keep(seam_of(self.plan.table, self.position, name))

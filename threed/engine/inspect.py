@@ -47,9 +47,7 @@ def results(engine: Engine, instruction: Instruction, slots: Slots) -> Iterator[
     table = engine.plan.table
     if op == Op.CLIP and instruction.gradients != "none":
         for p, state in engine.zero.stepped.items():
-            gradient = state.gradient
-            whole = gradient.waiting if instruction.gradients == "wait" else gradient.values
-            whole = whole[:state.part.unpadded]  # behind it is what a buffer has held before
+            whole = state.gradient.values[:state.part.unpadded]  # behind it is what a buffer has held before
             start, stop = (at - state.part.owned[0] for at in state.part.shard)
             for values in (whole[start:stop], whole) if stop - start < len(whole) else (whole,):
                 name = f"sum over ranks of the gradient of p{p} ({table.parameters[p].name})"

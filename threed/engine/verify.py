@@ -79,6 +79,7 @@ class Verifier:
         zero.update_differences = []
         try:
             result = self._recorded(self.engine.train_step, batch)
+            self.engine.settle()
             mine = self._difference(rehearsed, self._lines) or self._wrong_update(zero.update_differences)
         finally:
             zero.update_differences = None

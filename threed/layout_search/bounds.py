@@ -154,9 +154,8 @@ class Bounds:
             table = self.units(layout.tile_linears, layout.tp).table(config)
             rows, away = table.parameters, config.offload
             times = 0.0 if layout.stage < 2 or layout.reduce_every == "step" else 1 / config.reduce_every
-            meanwhile = layout.offload_optimizer and (away.delayed_update or away.ratio < 1)
-            # Priced by how often they are in a program: all but the first bring the sum up, too. A delayed
-            # step on the host takes long however few micro-batches there are.
+            meanwhile = layout.offload_optimizer and (away.overlap != "none" or away.ratio < 1)
+            # A step on the host beside another takes long however few micro-batches there are.
             lowers = {p: Instruction(Op.OFFLOAD, p, kind="gshard") for p, row in rows.items()
                       if times and row.trains and table.streams(p) and not meanwhile}
             each = config.num_microbatches // config.reduce_every

@@ -26,8 +26,8 @@ _USED_BY: dict[str, dict[str, Any]] = {
     "activation.partition": {"activation.policy": "full"},
     "activation.contiguous": {"activation.policy": "full"},
     "offload.ratio": {"offload.optimizer": "cpu"},
-    "offload.delayed_update": {"offload.optimizer": "cpu"},
-    "offload.warmup": {"offload.optimizer": "cpu"},
+    "offload.gradients": {"offload.optimizer": "cpu"},
+    "offload.overlap": {"offload.optimizer": "cpu"},
     "offload.parameters": {"offload.optimizer": "cpu", "zero.stage": 3},
     "offload.nvme_path": {"offload.optimizer": "nvme"},
     "parallel.activation_limit": {}, "parallel.stage_units": {}}

@@ -237,7 +237,7 @@ def _elements(config: Config) -> Elements:
 def _zero(config: Config) -> ZeroSettings:
     asked = config.zero
     return ZeroSettings(asked.stage, config.reduce_every, 1 if asked.residency is None else asked.residency,
-                        1 if asked.prefetch is None else asked.prefetch)
+                        1 if asked.prefetch is None else asked.prefetch, config.offload.gradients == "host")
 
 
 def _activation(config: Config) -> ActivationSettings:
@@ -254,7 +254,7 @@ def _update(config: Config) -> UpdateSettings:
     background = config.checkpoint.background and config.checkpoint.every > 0 and not on_disk
     return UpdateSettings(OPTIMIZERS[config.optimizer.name].buffers,
                           config.precision.dtype != "fp32" and config.precision.master == "fp32",
-                          config.offload.delayed_update, background)
+                          config.offload.optimizer != "none" and config.offload.overlap != "none", background)
 
 
 # FLOPs that a GPU computes while it sends a byte to another of its node, and of another node: an H100 reaches

@@ -19,7 +19,7 @@ from threed.features.travel.pair import pair
 from threed.features.travel.plan import travel
 from threed.features.zero import plan as zero
 from threed.program.instruction import Programs
-from threed.program.names import EVALUATE, GENERATE, SNAPSHOT, VERIFY, WAITING
+from threed.program.names import ENTER, EVALUATE, GENERATE, SETTLE, SNAPSHOT, TRAIN, VERIFY
 from threed.program.plan import Plan
 from threed.program.table import Table
 from threed.schedules.orders import Order, forward_only
@@ -54,22 +54,21 @@ STEP = (
     Pass("zero", zero.train),
     Pass("travel", travel),
 )
-UPDATE = (
-    Pass("offload the optimizer", offload.optimizer),
-    Pass("offload parameters", offload.parameters),
-)
+PARAMETERS = Pass("offload parameters", offload.parameters)
+# Program -> the pass that offloads the optimizer, where the host's updates come at the head of the next step
+OVERLAPPED = {TRAIN: offload.head, ENTER: offload.enter}
 FORWARD = {
     EVALUATE: (
         *MESSAGES,
         Pass("zero", zero.evaluate),
         Pass("travel", travel),
-        Pass("offload parameters", offload.parameters),
+        PARAMETERS,
     ),
     GENERATE: (
         *MESSAGES,
         Pass("zero", zero.forward),
         Pass("travel", travel),
-        Pass("offload parameters", offload.parameters),
+        PARAMETERS,
     ),
 }
 
@@ -77,20 +76,19 @@ FORWARD = {
 def recipes(config: Config, pipeline: Pipeline, table: Table) -> dict[str, tuple[Pass, ...]]:
     """The passes of each program of a plan (program.table.Plan names them)."""
     step = (Pass("order", partial(_expand, pipeline.order, "all")), *STEP)
-    undelayed = "plain" if table.update.delayed else "train"
-    passes: dict[str, tuple[Pass, ...]] = {undelayed: (*step, *UPDATE)}
-    if table.update.delayed:
-        passes |= {name: (*step, Pass("delay", delay)) for name, delay in offload.DELAYED.items()}
+    updates = OVERLAPPED if table.update.overlap else {TRAIN: offload.optimizer}
+    passes: dict[str, tuple[Pass, ...]] = {name: (*step, Pass("offload the optimizer", update), PARAMETERS)
+                                           for name, update in updates.items()}
+    if table.update.overlap:
+        passes[SETTLE] = (Pass("settle", offload.settle),)
     if config.run.verify_every:
-        passes[VERIFY] = (*passes[undelayed], Pass("verify", zero.rehearse))
+        passes[VERIFY] = (*passes[ENTER if table.update.overlap else TRAIN], Pass("verify", zero.rehearse))
     if config.train.eval_every:
         passes[EVALUATE] = forward_recipe(EVALUATE, pipeline, table)
     if config.train.sample_every:
         passes[GENERATE] = forward_recipe(GENERATE, pipeline, table)
     if table.update.snapshots:
         passes[SNAPSHOT] = (Pass("snapshot", offload.snapshot),)
-    if table.update.snapshots and table.update.delayed:
-        passes[WAITING] = (Pass("snapshot", offload.snapshot_waiting),)
     return passes
 
 

@@ -45,7 +45,6 @@ def neighbours(config: Config) -> Iterator[Changes]:
     yield {"offload.optimizer": "none"}
     for tier in ("cpu", *(("nvme",) if config.offload.nvme_path else ())):
         yield {"offload.optimizer": tier}
-        yield {"offload.optimizer": tier, "offload.delayed_update": True}
         yield {"zero.stage": 3, "offload.optimizer": tier, "offload.parameters": tier}
         yield {"zero.stage": 3, "offload.optimizer": tier, "offload.parameters": tier,
                "activation.policy": "full"}
@@ -126,8 +125,8 @@ def _spelled_out(config: Config) -> Config:
     """A copy of a config in which ZeRO's null settings have the values that null means."""
     other = copy.deepcopy(config)
     zero = other.zero
-    if zero.stage >= 2 and zero.reduce_every is None:
-        zero.reduce_every = 1
+    if zero.stage >= 2 and zero.reduce_every in (None, "auto"):
+        zero.reduce_every = "step" if config.reduce_every == config.num_microbatches else config.reduce_every
     if zero.stage >= 3:
         zero.residency = 1 if zero.residency is None else zero.residency
     return other

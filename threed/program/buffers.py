@@ -32,8 +32,9 @@ class Buffers(NamedTuple):
     host_kept: Sizes  # kept inputs on the host
     host_weights: Sizes  # parameters on their way between the host and another tier
     host_states: Sizes  # optimizer state on its way between the host and the disk
+    host_grads: Sizes  # this rank's part of gradients on their way to the host's step
     staging: int  # bytes of the one buffer in which gradients arrive, or are cast
-    adding: int  # elements of the one buffer in which a sum on the host comes back, to be added to
+    adding: int  # elements of a buffer of the host in which a piece arrives, to be added to a sum there
 
     @classmethod
     def pools(cls) -> list[str]:
@@ -43,12 +44,13 @@ class Buffers(NamedTuple):
     def bytes(self, table: Table) -> int:
         """Bytes on the device, without the arena, whose content counts as activations."""
         return (sum(map(_elements, (self.params, self.pshards))) * table.elements.param
-                + (sum(map(_elements, (self.grads, self.gshards))) + self.adding) * table.elements.grad
-                + self.staging)
+                + sum(map(_elements, (self.grads, self.gshards))) * table.elements.grad + self.staging)
 
     def host_bytes(self, table: Table) -> int:
         elements = _elements(self.host_kept) + _elements(self.host_weights)
-        return elements * table.elements.param + _elements(self.host_states)
+        grads = _elements(self.host_grads) + self.adding
+        return (elements * table.elements.param + grads * table.elements.grad
+                + _elements(self.host_states))
 
 
 def _elements(sizes: Sizes) -> int:
@@ -83,8 +85,8 @@ def count_buffers(table: Table, position: int, links: Sequence[Links]) -> Buffer
     units = {name: Counter(size_in(Slot(kind, unit), name, table) for unit in some)
              for name, kind, some in (("params", "param", table.held(position)), ("grads", "wgrad", held))}
     parts = Counter(table.shard_numel(unit) for unit in held)
-    most["gshards"] = Counter({numel: min(count + 1, parts[numel])
-                               for numel, count in most["gshards"].items()})
+    for name in ("gshards", "host_grads"):
+        most[name] = Counter({numel: min(count + 1, parts[numel]) for numel, count in most[name].items()})
     shared = {name: shared_sizes(times, units[name], spare=name == "grads") for name, times in taken.items()}
     return Buffers(**{name: dict(sizes) for name, sizes in most.items()} | shared,
                    staging=_staging(table, held), adding=_adding(table, links))
@@ -131,10 +133,11 @@ def pool_of(slot: Slot, table: Table) -> str | None:
         return None
     if kind == "param" and not on_host and not table.parameters[slot.unit].whole:
         return "params"
-    if kind == "wgrad" and table.zero.stage >= 2:
+    if kind == "wgrad" and not table.in_place(slot.unit):
         return "grads"
-    if kind == "gshard" and not on_host and table.streams(slot.unit):
-        return "gshards"
+    if kind in ("gshard", "gprev"):
+        streams = table.streams(slot.unit)
+        return (None if streams else "host_grads") if on_host else "gshards" if streams else None
     if kind in ("param", "pshard") and slot != table.weight(slot.unit):
         return "host_weights" if on_host else "pshards" if kind == "pshard" else None
     return "host_states" if kind == "state" and on_host and slot != table.state(slot.unit) else None
@@ -171,17 +174,16 @@ def _staging(table: Table, held: tuple[int, ...]) -> int:
 
 
 def _adding(table: Table, links: Sequence[Links]) -> int:
-    """Elements of the buffer through which a gradient is added, a piece at a time, to what the host has of it
-    from earlier in the step: 0 where every gradient goes to the host once."""
+    """Elements of the buffer in which a gradient arrives, a piece at a time, to be added to what the host has
+    of it from earlier in the step: 0 where every gradient goes to the host once."""
     sizes = (table.shard_numel(unit) for linked in links
              for unit, count in lowered(table, linked.program).items() if count > 1)
-    return min(PIECE, max(sizes, default=0))
+    return 2 * min(PIECE, max(sizes, default=0))  # one is added while the next arrives
 
 
 def lowered(table: Table, program: Program) -> Counter[int]:
     """Parameter unit -> how often a reduced part of its gradient goes to the host in a program, of units
-    whose parts are added up there. All but the first bring the sum to the device, where the part is added to
-    it, and back: they move twice as much."""
+    whose parts are added up there."""
     if not any(map(table.streams, table.parameters)):  # a program is long
         return Counter()
     return Counter(item.unit for item in program

@@ -18,9 +18,18 @@ from threed.base.errors import PlanError
 from threed.base.mesh import GROUPS
 from threed.program.analysis import Analysis
 from threed.program.effects import Effects
+from threed.program.forms import Form
 from threed.program.instruction import BACKWARDS, Instruction, Op, Slot
 from threed.program.link import Links, Program
-from threed.program.names import DELAYED_STEPS, FORWARD_ONLY, GENERATE, SNAPSHOT, VERIFY, WAITING
+from threed.program.names import (
+    APPLIES_WAITING,
+    FORWARD_ONLY,
+    GENERATE,
+    LEAVES_WAITING,
+    SETTLE,
+    SNAPSHOT,
+    VERIFY,
+)
 from threed.program.plan import Plan
 from threed.program.seam import seam_of
 from threed.program.table import Table
@@ -63,7 +72,7 @@ def check_program(analysis: Analysis, name: str) -> None:
             raise PlanError(describe(name, programs, position, len(program) - 1,
                                      f"the program ends here and {what}"))
         _check_complete(name, programs, position, table, linked)
-        _check_copies(name, programs, position, linked)
+        _check_copies(name, programs, position, table, linked)
     _check_channels(name, programs)
     _check_collectives(name, programs, table, links)
     for mode in () if all_meet(links) else Mode:
@@ -96,8 +105,11 @@ def _check_complete(name: str, programs: Sequence[Program], position: int, table
     """For each unit of the position and each micro-batch, FORWARD runs once, and BACKWARD once, whole or as
     its two halves."""
     program, trains, m = programs[position], name not in FORWARD_ONLY, table.microbatches(name)
-    if name in (SNAPSHOT, WAITING):
+    if name == SNAPSHOT:
         _check_snapshot(name, programs, position, table)
+        return
+    if name == SETTLE:
+        _check_steps(name, programs, position, table, links)
         return
     if not _each_once(links, table, position, trains, m):
         seen = Counter([item[:3] for item in program if item.op in _COMPUTING])  # (op, unit, micro-batch)
@@ -164,26 +176,22 @@ def _places(links: Links, op: Op) -> list[int]:
 
 
 def _check_steps(name: str, programs: Sequence[Program], position: int, table: Table, links: Links) -> None:
-    """STEP runs once a unit for each step whose gradients this program applies, first for the older step."""
-    ages = () if name == VERIFY else (DELAYED_STEPS if table.update.delayed else {}).get(name, ("",))
-    asked = [(unit, age) for unit in table.stepped(position) for age in ages]
+    """STEP runs once for each gradient that this program applies: of this step, or of the one before."""
+    waiting = {slot.unit for slot in table.waiting(position)}
+    asked = [(unit, "prev") for unit in waiting if name in APPLIES_WAITING]
+    if name not in (VERIFY, SETTLE):
+        asked += [(unit, "") for unit in table.stepped(position)
+                  if unit not in waiting or name not in LEAVES_WAITING]
     steps = [(item.unit, item.age) for item in map(programs[position].__getitem__, _places(links, Op.STEP))]
-    done: set[int] = set()  # units that have applied their gradient of this step
-    in_order = True
-    for unit, age in steps:
-        in_order = in_order and not (age == "prev" and unit in done)
-        done.update([unit] if age == "" else [])
-    if sorted(steps) != sorted(asked) or not in_order:
+    if sorted(steps) != sorted(asked):
         raise PlanError(describe(name, programs, position, len(programs[position]) - 1,
-                                 f"STEP runs for {_named(steps)}, but must run for {_named(asked)}, "
-                                 "older gradients first"))
+                                 f"STEP runs for {_named(steps)}, but must run for {_named(asked)}"))
 
 
 def _check_snapshot(name: str, programs: Sequence[Program], position: int, table: Table) -> None:
     """Each unit that the position writes into checkpoints is copied once, and the program does nothing
     else."""
-    copied = [item.unit for item in programs[position] if item.op == Op.OFFLOAD
-              and (item.age == "prev") == (name == WAITING)]
+    copied = [item.unit for item in programs[position] if item.op == Op.OFFLOAD]
     asked = table.copied(position)
     if sorted(copied) != asked or len(copied) < len(programs[position]):
         raise PlanError(describe(name, programs, position, 0,
@@ -194,11 +202,13 @@ def _named(steps: Sequence[tuple[int, str]]) -> str:
     return ", ".join(f"p{unit} {age}".rstrip() for unit, age in steps) or "nothing"
 
 
-def _check_copies(name: str, programs: Sequence[Program], position: int, links: Links) -> None:
+def _check_copies(name: str, programs: Sequence[Program], position: int, table: Table, links: Links) -> None:
     """STEP changes the shard that GATHER reads, so no gathered copy may be alive then. And no instruction of
     the step may read a shard after its STEP: all micro-batches see the same weights."""
     whole: set[int] = set()
     changed: set[int] = set()
+    before = {slot.unit for slot in table.waiting(position)} if name in APPLIES_WAITING else set[int]()
+    _check_waiting(name, programs, position, table, links, before)
     used = {form: _copies(form.effect) for form in dict.fromkeys(links.forms)}
     acting = {form for form, (updates, _, *moved) in used.items() if updates or any(moved)}
     for index, form in enumerate(links.forms):
@@ -210,13 +220,30 @@ def _check_copies(name: str, programs: Sequence[Program], position: int, links: 
                 raise PlanError(describe(name, programs, position, index,
                                          f"updates '{slot}' while 'param p{slot.unit}', which is gathered "
                                          "from it, is alive"))
-            changed.add(slot.unit)
+            if slot.unit not in before:
+                changed.add(slot.unit)
         for slot in reads:
             if slot.unit in changed:
                 raise PlanError(describe(name, programs, position, index,
                                          f"reads '{slot}', which this step has already updated"))
         whole.update(gathered)
         whole.difference_update(released)
+
+
+def _check_waiting(name: str, programs: Sequence[Program], position: int, table: Table, links: Links,
+                   units: Collection[int]) -> None:
+    """The update of a step before comes before all that read the unit's weights."""
+    weights = {table.weight(unit) for unit in units}
+    about = {form for form in dict.fromkeys(links.forms) if weights.intersection(form.effect.reads)
+             or weights.intersection(form.effect.updates)} if weights else set[Form]()
+    read: set[Slot] = set()
+    for index, form in enumerate(links.forms) if about else ():
+        if form in about:
+            if late := read.intersection(form.effect.updates):
+                raise PlanError(describe(name, programs, position, index,
+                                         f"updates '{min(late)}' with the gradient of the step before, after "
+                                         "an instruction of this step has read it"))
+            read.update(weights.intersection(form.effect.reads))
 
 
 def _copies(effect: Effects) -> tuple[list[Slot], list[Slot], list[int], list[int]]:

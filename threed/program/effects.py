@@ -223,7 +223,7 @@ def _reduce(item: Instruction, table: Table, _: int) -> Effects:
     frees = (*source, Slot("wgrad", unit)) if step.takes == "wsum" else source
     # From ZeRO-2 on a step has several such reductions: their results are added up on the device of the rank
     # that keeps them. (Where `streams` says so, they are added up on its host instead.)
-    several = (item.group == table.parameters[unit].shard_group and table.zero.stage >= 2
+    several = (item.group == table.parameters[unit].shard_group and not table.in_place(unit)
                and not table.streams(unit))
     writes, adds = ((), target) if several else (target, ())
     return Effects(lane, source, writes, adds, frees=frees, groups=(item.group,))
@@ -231,10 +231,11 @@ def _reduce(item: Instruction, table: Table, _: int) -> Effects:
 
 def _clip(item: Instruction, table: Table, position: int) -> Effects:
     held = table.stepped(position)
-    gradients = () if item.gradients == "none" else tuple(_gradient(table, p) for p in held)
+    gradients = () if item.gradients == "none" else tuple(map(table.gradient, held))
     loss = (Slot("loss"),) if table.makes_loss(position) else ()
-    waiting = tuple(Slot("gprev", p, tier=Tier.HOST) for p in held) if item.gradients == "wait" else ()
-    freed = gradients if item.gradients in ("wait", "drop") else ()
+    waiting = table.waiting(position) if item.gradients == "wait" else ()
+    freed = (gradients if item.gradients == "drop" else
+             tuple(slot._replace(kind="gshard") for slot in waiting))
     return Effects("compute", (*gradients, *loss), (Slot("scale"), *waiting), frees=(*freed, *loss),
                    groups=("world",))
 
@@ -243,10 +244,13 @@ def _step(item: Instruction, table: Table, position: int) -> Effects:
     unit = item.unit
     if not table.parameters[unit].trains:
         raise KeyError(f"p{unit} is frozen")
+    if item.age and not (table.update.overlap and table.away(unit)):
+        raise KeyError(f"{item}: no gradient of p{unit} waits for the next step")
     weight, state = table.weight(unit), table.state(unit)
-    gradient = (_gradient(table, unit),) if item.age == "" else (Slot("gprev", unit, tier=Tier.HOST),)
-    # A gradient of the step before was scaled by the CLIP of that step.
-    reads = (*gradient, Slot("scale")) if item.age == "" else gradient
+    tier = Tier.HOST if table.away(unit) else Tier.DEVICE
+    gradient = (Slot("gprev" if item.age else "gshard", unit, tier=tier),)
+    # The scale of a gradient of the step before is known since the CLIP of that step.
+    reads = gradient if item.age else (*gradient, Slot("scale"))
     if table.update.snapshots and table.saves(position, unit):  # STEP overwrites what the snapshot copies
         reads = (*reads, Slot("snapshot", unit, tier=Tier.HOST))
     if state.tier == Tier.DEVICE:
@@ -255,12 +259,6 @@ def _step(item: Instruction, table: Table, position: int) -> Effects:
     if weight == host_weight:
         return Effects("host", reads, updates=(weight, host_state), frees=gradient)
     return Effects("host", reads, (host_weight,), updates=(host_state,), frees=gradient)
-
-
-def _gradient(table: Table, unit: int) -> Slot:
-    """The gradient that CLIP and STEP read."""
-    away = table.parameters[unit].state_home != Tier.DEVICE
-    return Slot("gshard", unit, tier=Tier.HOST if away else Tier.DEVICE)
 
 
 # ---- moves between forms and tiers
@@ -308,13 +306,13 @@ def _of_unit(move: Callable[[Instruction, Table], Effects | None],
 
 
 def _move_gradient(item: Instruction, table: Table) -> Effects | None:
-    """A gradient goes to the host, where STEP reads it."""
-    upper = item.slot
-    if item.op != Op.OFFLOAD or upper.tier != Tier.DEVICE or table.state(item.unit).tier == Tier.DEVICE:
+    """A gradient goes to the host, where STEP reads it: once, before its STEP, or part by part."""
+    upper, streams = item.slot, table.streams(item.unit)
+    waits = upper.kind == "gprev"
+    if (item.op != Op.OFFLOAD or upper.tier != Tier.DEVICE or not table.away(item.unit)
+            or (waits and (streams or not table.update.overlap))):
         return None
-    # Below ZeRO-2 `gshard` is a part of `wgrad`: it goes down once, before the next BACKWARD adds to `wgrad`.
-    several = table.streams(item.unit)
-    writes, adds = ((), (upper.below,)) if several else ((upper.below,), ())
+    writes, adds = ((), (upper.below,)) if streams else ((upper.below,), ())
     return Effects("d2h", (upper,), writes, adds, frees=(upper,))
 
 
@@ -341,21 +339,19 @@ def _move_weight(item: Instruction, table: Table) -> Effects | None:
 
 
 def _move_snapshot(item: Instruction, table: Table, position: int) -> Effects:
-    """Copy to the host what a checkpoint keeps of a parameter unit; with age=prev, also the gradients that
-    wait for their STEP."""
+    """Copy to the host what a checkpoint keeps of a parameter unit."""
     unit = item.unit
     saves = table.update.snapshots and unit in table.copied(position)
-    if item.op != Op.OFFLOAD or item.tier != Tier.DEVICE or item.microbatch >= 0 or not saves:
+    if item.op != Op.OFFLOAD or item.tier != Tier.DEVICE or item.microbatch >= 0 or item.age or not saves:
         raise KeyError(str(item))
-    waiting = (Slot("gprev", unit, tier=Tier.HOST),) if item.age == "prev" else ()
     state = table.state(unit)
     lane = "d2h" if state.tier == Tier.DEVICE else "host"  # a copy inside the host is a thread's work
-    return Effects(lane, (table.weight(unit), state, *waiting), updates=(item.slot.below,))
+    return Effects(lane, (table.weight(unit), state), updates=(item.slot.below,))
 
 
 _MOVES: dict[str, Callable[[Instruction, Table, int], Effects]] = {
     **dict.fromkeys(("kept", "kpart"), _move_activation),
-    "gshard": _of_unit(_move_gradient),
+    **dict.fromkeys(("gshard", "gprev"), _of_unit(_move_gradient)),
     "state": _of_unit(_move_state),
     **dict.fromkeys(("param", "pshard"), _of_unit(_move_weight)),
     "snapshot": _move_snapshot,

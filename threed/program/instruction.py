@@ -24,7 +24,7 @@ A **slot** is a named value:
     gpart p3         the same, summed over dp or over one shard group, on the rank that keeps it
     gfull p3         the same, summed over all shard groups, still without the other end of a tied embedding
     gshard p3        the gradient, reduced over everything, which CLIP and STEP read
-    gprev p3         the gradient of the step before, which waits for its STEP (offload.delayed_update)
+    gprev p3         gshard p3 of the step before, which waits for its STEP (offload.overlap=next)
     snapshot p3      a copy of what the next checkpoint saves of p3
     loss, scale      the sum of losses; the factor by which STEP multiplies gradients, which CLIP computes
 

@@ -1,20 +1,19 @@
 """Names of the programs of a plan.
 
-train      a step of the run; with delayed updates it applies the gradients of the step before
-plain      with delayed updates: a step that applies its own gradients
-enter      with delayed updates: the first delayed step, which applies no gradients
-drain      with delayed updates: the last step, which applies the waiting gradients and its own
+train      a step of the run; with offload.overlap=next it begins with the host's updates of the step before
+enter      with offload.overlap=next: a step before which no update waits
+settle     with offload.overlap=next: the updates that wait, where no step follows at once
 verify     a step without its update: the first run of a step that is computed twice (run.verify_every)
 evaluate   forward only
 generate   forward only: makes the logits of each sequence's last token, and no loss
 snapshot   between two steps: copies to the host what a checkpoint saves, while the next step begins
-snapshot_waiting   the same while gradients wait for their STEP
 """
 
 from __future__ import annotations
 
-EVALUATE, GENERATE, VERIFY = "evaluate", "generate", "verify"
-SNAPSHOT, WAITING = "snapshot", "snapshot_waiting"
+TRAIN, ENTER, SETTLE = "train", "enter", "settle"
+EVALUATE, GENERATE, VERIFY, SNAPSHOT = "evaluate", "generate", "verify", "snapshot"
 FORWARD_ONLY = (EVALUATE, GENERATE)
-# Programs of delayed updates -> the step whose gradients STEP applies: the one before (prev), this one ("").
-DELAYED_STEPS: dict[str, tuple[str, ...]] = {"enter": (), "train": ("prev",), "drain": ("prev", "")}
+# With offload.overlap=next: the programs after which gradients wait for their STEP, and those that begin with
+# such STEPs.
+LEAVES_WAITING, APPLIES_WAITING = (TRAIN, ENTER), (TRAIN, SETTLE)

@@ -196,9 +196,12 @@ class Users:
                 yield user, index
 
     def _own(self, slot: Slot) -> Slot:
-        """The slot whose memory this one's is a part of: a shard of parameters that stay whole."""
+        """The slot whose memory this one's is a part of: a shard of parameters that stay whole, and a
+        gradient that waits for its STEP where it is."""
         if slot.kind == "pshard" and slot.tier == Tier.DEVICE and self.table.parameters[slot.unit].whole:
             return slot._replace(kind="param")
+        if slot.kind == "gprev" and slot.tier == self.table.gradient(slot.unit).tier:
+            return slot._replace(kind="wgrad" if self.table.in_place(slot.unit) else "gshard")
         return slot
 
     def _pool(self, slot: Slot) -> tuple[str, int] | None:

@@ -24,6 +24,8 @@ class ZeroSettings:
     reduce_every: int = 1  # micro-batches between two reductions of a gradient
     residency: int | str = "step"  # units that may be gathered at a time; stage: as many as the largest has
     prefetch: int = 0  # how many uses ahead of its own a unit is gathered
+    # Whether each reduced part of a gradient that is stepped on the host goes there at once (Table.streams)
+    streams: bool = False
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class UpdateSettings:
 
     buffers: tuple[Buffer, ...] = ()  # the optimizer's tensors for each parameter
     master: bool = False  # whether STEP updates an fp32 copy of a 16-bit weight
-    delayed: bool = False  # whether STEP applies gradients one step later
+    overlap: bool = False  # whether the host's STEPs run at the head of the next step's program
     snapshots: bool = False  # whether checkpoints are written from a copy on the host, while the run goes on
 
 

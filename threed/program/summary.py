@@ -11,7 +11,6 @@ from threed.base.mesh import AXES, FOLDS, QUIET
 from threed.base.quantity import ring, show_bytes, show_count
 from threed.base.texttable import render
 from threed.program.analysis import Analysis
-from threed.program.buffers import lowered
 from threed.program.instruction import WHOLES, Op, Slot, Tier
 from threed.program.link import Memory
 from threed.program.seam import seam_of
@@ -98,9 +97,6 @@ def stage(analysis: Analysis, position: int, alive: Memory) -> StageSummary:
         # Of parameter units; a REDUCE on the compute lane sums in place, and is not counted.
         if not form.item.of_slot and (form.item.op != Op.REDUCE or form.effect.lane != "compute"):
             counts[form.item.op] += count
-    # Sums that come up to be added to, on the same lane.
-    for unit, times in lowered(table, links.program).items():
-        moved["d2h"] += (times - 1) * table.size(Slot("gshard", unit))
     pools, away = analysis.buffers(position), _away(table, position)
     held = table.stepped(position)
     return StageSummary(
@@ -127,9 +123,8 @@ def parameter_bytes(table: Table, unit: int) -> int:
 
 
 def gradient_bytes(table: Table, unit: int) -> int:
-    """Of the gradient of a unit that trains, on the device all the time. (Below ZeRO-2 the reduced shard is a
-    part of the whole gradient.)"""
-    kind = "wgrad" if table.zero.stage < 2 else "gshard"
+    """Of the gradient of a unit that trains, on the device all the time."""
+    kind = "wgrad" if table.in_place(unit) else "gshard"
     return 0 if table.streams(unit) else table.size(Slot(kind, unit))
 
 
@@ -161,9 +156,8 @@ def _away(table: Table, position: int) -> dict[Tier, int]:
         for slot in (table.weight(p), *((table.state(p),) if held.trains else ())):
             if slot.tier != Tier.DEVICE:
                 sizes[slot.tier] += table.size(slot)
-        if held.state_home != Tier.DEVICE:
-            kinds = ("gshard", "gprev") if table.update.delayed else ("gshard",)
-            sizes[Tier.HOST] += sum(table.size(Slot(kind, p, tier=Tier.HOST)) for kind in kinds)
+        if table.streams(p):
+            sizes[Tier.HOST] += table.size(table.gradient(p))
     return sizes
 
 

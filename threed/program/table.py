@@ -156,9 +156,8 @@ class Table:
         return optimizer_called(own).buffers if own else self.update.buffers
 
     def kept_kinds(self, unit: int) -> int:
-        """Tensors that a checkpoint saves for a parameter: its weight, the optimizer's buffers, and a
-        gradient that waits for the next step."""
-        return 1 + len(self.buffers(unit)) + self.update.delayed
+        """Tensors that a checkpoint saves for a parameter: its weight and the optimizer's buffers."""
+        return 1 + len(self.buffers(unit))
 
     def has_master(self, home: Tier, unit: int) -> bool:
         """Whether STEP, on a tier, updates an fp32 copy of a parameter unit's weights."""
@@ -178,12 +177,32 @@ class Table:
         """The slot of a parameter unit's optimizer state."""
         return Slot("state", unit, tier=self.parameters[unit].state_home)
 
+    def away(self, unit: int) -> bool:
+        """Whether a parameter unit's optimizer state is off the device: the host steps it."""
+        return self.parameters[unit].state_home != Tier.DEVICE
+
     def streams(self, unit: int) -> bool:
         """Whether each reduced part of a gradient goes to the host at once and is added up there. (A gradient
-        that is still to be summed over other groups is added up on the device, and goes down after that.)"""
+        that is still to be summed over other groups is added up on the device.)"""
         held = self.parameters[unit]
-        return (held.state_home != Tier.DEVICE and self.zero.stage >= 2
+        return (self.zero.streams and self.away(unit) and self.zero.stage >= 2
                 and held.reductions[-1].group == held.shard_group)
+
+    def in_place(self, unit: int) -> bool:
+        """Whether the reduced gradient is a part of the whole one, which has memory of its own and is reduced
+        once a step. From ZeRO-2 on a part is smaller than the whole, and gets its own memory, unless one rank
+        keeps all of it."""
+        held = self.parameters[unit]
+        return self.zero.stage < 2 or (self.away(unit) and held.shards == 1 and not self.streams(unit))
+
+    def gradient(self, unit: int) -> Slot:
+        """The reduced gradient, as CLIP reads it."""
+        return Slot("gshard", unit, tier=Tier.HOST if self.streams(unit) else Tier.DEVICE)
+
+    def waiting(self, position: int) -> tuple[Slot, ...]:
+        """The gradients of a position that wait for a STEP in the next program."""
+        return tuple(self.gradient(p)._replace(kind="gprev") for p in self.stepped(position)
+                     if self.update.overlap and self.away(p))
 
     def size(self, slot: Slot) -> int:
         """Bytes of a slot on one rank."""

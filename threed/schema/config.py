@@ -94,11 +94,11 @@ class Config:
 
     @property
     def reduce_every(self) -> int:
-        """Micro-batches between two reductions of a gradient."""
+        """Micro-batches between two reductions of a gradient; of `auto`, where whole gradients fit."""
         every = self.zero.reduce_every
-        if self.zero.stage < 2 or every == "step":
-            return self.num_microbatches
-        return 1 if every is None else int(every)
+        if every in ("auto", None):
+            every = "step" if self.offload.optimizer != "none" and self.offload.gradients != "host" else 1
+        return self.num_microbatches if self.zero.stage < 2 or every == "step" else int(every)
 
     @property
     def loss_scale(self) -> float | None:

@@ -93,7 +93,8 @@ class ZeroConfig:
     shard_size: int | None = key(None, "ranks that share one copy (stage 1 up); null: all of dp; fewer: "
                                  "copies between groups (HSDP)", least=1)
     reduce_every: int | str | None = key(
-        None, "stage 2, 3: micro-batches between reductions, or step; null: 1")
+        "auto", "stage 2, 3: micro-batches between reductions, or step; auto: step with offload.optimizer "
+        "where whole gradients fit the device, else 1")
     residency: int | str | None = key(
         None, "stage 3: units gathered at a time, or stage, or step (gathered once); null: 1")
     prefetch: int | None = key(None, "stage 3: how many uses ahead a unit is gathered; null: 1", least=0)
@@ -122,9 +123,12 @@ class OffloadConfig:
                        "the rest meanwhile", check=_ratio)
     parameters: str = key("none", "stage 3: where this rank's part of the parameters lives", choices=TIERS)
     nvme_path: str | None = key(None, "nvme: a folder on a fast disk of each machine", path=expanded)
-    delayed_update: bool = key(False, "the host steps a step's gradients beside the step after it: weights "
-                               "are one update behind")
-    warmup: int = key(0, "delayed_update: steps before the first that is delayed", least=0)
+    gradients: str = key("auto", "where reduced gradients are until their norm is known", choices={
+        "device": "", "host": "each part goes there at once, and is added up there (stage 2, 3)",
+        "auto": "the device, where they fit"})
+    overlap: str = key("auto", "when the host steps", choices={
+        "next": "at the head of the next step, beside what does not need the new weights yet",
+        "none": "at the end of the step", "auto": "next"})
 
 
 @dataclass

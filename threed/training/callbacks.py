@@ -86,10 +86,9 @@ class Tracing(Callback):
         self.writer = TraceWriter(folder, trainer.engine.analysis, trainer.comm, first)
 
     def on_step_end(self, trainer: Trainer, step: Step) -> None:
-        if step.trace.name != "train":  # with delayed updates a few steps run other programs
+        if step.trace.name != "train":  # where the host's updates overlap, a few steps run another program
             return
-        every = trainer.config.monitor.trace_every
-        last = trainer.config.train.steps - trainer.plan.table.update.delayed
+        every, last = trainer.config.monitor.trace_every, trainer.config.train.steps
         if every and (step.number == last or trainer.stopping or step.number % every == 0):
             if problem := self.writer.write(step.number, step.trace, step.measured.costs):
                 say(f"warning: {problem}")

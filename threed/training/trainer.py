@@ -130,6 +130,8 @@ class Trainer:
             step = self._step()
             for callback in callbacks:
                 callback.on_step_end(self, step)
+        with self.watch.phase("settle"):
+            self.engine.settle()
         self.watch.pace.end()
         for callback in callbacks:
             callback.on_end(self)

@@ -309,7 +309,7 @@ ROWS = (
     Key("zero_hpz_partition_size", "zero.shard_size", _group, (1,)),
     Key("zero_quantized_*", NOTHING + "threed sends no quantized weights or gradients"),
     Key("zeropp_loco_param*", NOTHING + "threed sends no quantized gradients"),
-    Key("zenflow*", NOTHING + "offload.delayed_update is one step of delay for all of the gradient"),
+    Key("zenflow*", NOTHING + "offload.overlap=next hides the host's step and applies no gradient late"),
     Key("super_offload", NOTHING + "offload.* and offload.ratio place the optimizer's state"),
     Key("cpuadam_cores_perc", NO_KEY + "the host's step uses OMP_NUM_THREADS threads"),
     # Offload

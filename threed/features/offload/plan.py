@@ -1,22 +1,29 @@
-"""Offload as a pass: gradients go to the host, the optimizer steps there, parameters come back. No torch.
+"""Offload as a pass: the optimizer steps on the host, and parameters come back. No torch.
 
-    state on the host     ... REDUCE  OFFLOAD gshard ...  CLIP  STEP (on the host)  FETCH pshard
-    state on disk         ...                             CLIP  FETCH host_state  STEP  OFFLOAD host_state ...
+    state on the host     ... REDUCE ...  CLIP  OFFLOAD gshard  STEP (on the host)  FETCH pshard
+    state on disk         ...             CLIP  OFFLOAD gshard, FETCH host_state  STEP  OFFLOAD host_state ...
     parameters, too       ... FETCH pshard  GATHER ... RELEASE ...
 
-A gradient goes to the host as soon as it is reduced. Units are stepped one after the other: during one unit's
-step the state of the next is read from disk and the parameters of the one before go to the device, so two or
-three units at a time are under way. Units whose state is on the device are stepped meanwhile.
+Units are stepped one after the other, in turns: during one unit's step the gradient of the next comes down,
+its state is read from disk, and the parameters of the one before go to the device. So the host has gradients
+of three units at a time. Units whose state is on the device are stepped meanwhile.
+
+With offload.overlap=next the turns run at the head of the next step's program, in the order in which the step
+uses the units: a unit's first reader waits for its own update alone, and the rest of the turns run beside
+what does not need them yet. Nobody reads weights that are an update behind.
+
+Where gradients do not fit the device (Table.streams), each part goes to the host as soon as it is reduced,
+and is added up there.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Collection, Mapping, Sequence
 
-from threed.program.instruction import Instruction, Op, Programs, Tier, insert
-from threed.program.names import DELAYED_STEPS
+from threed.program.forms import Forms
+from threed.program.instruction import COMPUTE, Instruction, Op, Programs, Tier, insert
 from threed.program.table import Table
 
 Program = list[Instruction]
@@ -35,121 +42,129 @@ def homes(sizes: dict[int, int], ratio: float, home: Tier) -> dict[int, Tier]:
 
 
 def optimizer(programs: Programs, table: Table) -> Programs:
-    """Gradients to the host, steps on the host, parameters to the device."""
+    """The host's steps at the end of the step."""
     result = []
     for position, program in enumerate(programs):
         away = _away(table, position)
-        if not away:
-            result.append(program)
-            continue
-        out, on_device = _down(program, table, away)
-        turns = _turns(away, table, Instruction(Op.STEP),
-                       lambda unit: [*_weights_home(unit, table), *_state_home(unit, table)])
+        out, on_device = _split(program, table, away)
+        turns = _turns(away, table, "")
         rest = (item for turn in turns[2:] for item in turn)
         result.append([*out, *turns[0], *turns[1], *on_device, *rest])
     return result
 
 
-def _delay(programs: Programs, table: Table, steps: tuple[str, ...]) -> Programs:
-    """As `optimizer`, with updates one step late. `steps`: the gradients to apply, "prev" of the step before
-    and "" of this one.
-
-        train   [STEP prev of each unit, beside forward and backward]  FETCH weights  CLIP
-        enter   forward and backward                                                  CLIP
-        drain   as train                                                              CLIP  STEP ...
-
-    After the CLIP of `train` and `enter` this step's gradients wait for the next. All state is on the host or
-    on disk. The STEPs are spread evenly over the program, since each waits until the state of the unit before
-    is on disk. New weights go to the device after the last backward: all micro-batches of a step see the same
-    weights.
-    """
+def enter(programs: Programs, table: Table) -> Programs:
+    """A step before which no update waits; its own ones wait for the next."""
     result = []
     for position, program in enumerate(programs):
-        away = _away(table, position)
-        (*work, clip), _ = _down(program, table, away)
-        if "prev" in steps:
-            turns = _turns(away, table, Instruction(Op.STEP, age="prev"),
-                           lambda unit: _state_home(unit, table))
-            work = [*_spread(work, turns), *(item for unit in away for item in _weights_home(unit, table))]
-        if "" in steps:
-            turns = _turns(away, table, Instruction(Op.STEP),
-                           lambda unit: [*_weights_home(unit, table), *_state_home(unit, table)])
-            result.append([*work, clip, *(item for turn in turns for item in turn)])
-        else:
-            result.append([*work, clip._replace(gradients="wait")])
+        (*work, clip), on_device = _split(program, table, _away(table, position))
+        result.append([*work, clip._replace(gradients="wait"), *on_device])
     return result
 
 
-# name of a program of delayed updates (program.table.Plan) -> its pass
-DELAYED = {name: partial(_delay, steps=steps) for name, steps in DELAYED_STEPS.items()}
+def head(programs: Programs, table: Table) -> Programs:
+    """`enter`, with the updates of the step before at its head."""
+    result = []
+    for position, program in enumerate(enter(programs, table)):
+        away = _away(table, position)
+        uses = _first_uses(program, table, position)
+        order = sorted(away, key=lambda unit: (uses.get(unit, len(program)), unit))
+        turns = _turns(order, table, "prev")
+        result.append([*(item for turn in turns for item in turn), *_as_used(program, away, uses)])
+    return result
+
+
+def settle(_: Programs, table: Table) -> Programs:
+    """The updates that wait, and nothing else."""
+    return [[item for turn in _turns(_away(table, position), table, "prev") for item in turn]
+            for position in range(table.num_positions)]
 
 
 def _away(table: Table, position: int) -> list[int]:
-    return [p for p in table.stepped(position) if table.parameters[p].state_home != Tier.DEVICE]
+    return [p for p in table.stepped(position) if table.away(p)]
 
 
-def _down(program: Program, table: Table, away: list[int]) -> tuple[Program, Program]:
-    """The program up to CLIP, with an OFFLOAD of the gradient of each unit in `away`; and the STEPs of the
-    other units."""
+def _split(program: Program, table: Table, away: Collection[int]) -> tuple[Program, Program]:
+    """The program up to CLIP, with an OFFLOAD of each reduced part of a gradient that does not stay on the
+    device; and the STEPs of units whose state is there."""
     out: Program = []
     for item in program:
         if item.op != Op.STEP:
             out.append(item)
-        last = table.reductions(item.unit)[-1].group if item.unit in away else ""
-        if item.op == Op.REDUCE and not item.of_slot and item.group == last:
-            out.append(Instruction(Op.OFFLOAD, item.unit, kind="gshard"))
+        if item.op == Op.REDUCE and not item.of_slot and table.streams(item.unit):
+            if item.group == table.reductions(item.unit)[-1].group:
+                out.append(Instruction(Op.OFFLOAD, item.unit, kind="gshard"))
     return out, [item for item in program if item.op == Op.STEP and item.unit not in away]
 
 
-def _turns(away: list[int], table: Table, step: Instruction, then: Callable[[int], Program]) -> list[Program]:
-    """The STEPs of units whose state is off the device, as a pipeline: in one turn one unit reads its state,
-    one is stepped, and one is written back (`then`)."""
+def _turns(away: Sequence[int], table: Table, age: str) -> list[Program]:
+    """The STEPs of units whose state is off the device, as a pipeline: in one turn what a unit's step reads
+    comes to the host, one unit is stepped, and what a step has changed goes home. `age`: of the gradients."""
     turns: list[Program] = []
+    gradient = "gprev" if age else "gshard"
     for turn in range(len(away) + 2):
-        reads = [unit for unit in away[turn:turn + 1] if table.parameters[unit].state_home == Tier.DISK]
-        turns.append([Instruction(Op.FETCH, unit, kind="state", tier=Tier.HOST) for unit in reads])
+        items: Program = []
+        for unit in away[turn:turn + 1]:
+            if not table.streams(unit):
+                items.append(Instruction(Op.OFFLOAD, unit, kind=gradient))
+            if table.parameters[unit].state_home == Tier.DISK:
+                items.append(Instruction(Op.FETCH, unit, kind="state", tier=Tier.HOST))
         if 1 <= turn <= len(away):
-            turns[-1].append(step._replace(unit=away[turn - 1]))
+            items.append(Instruction(Op.STEP, away[turn - 1], age=age))
         if turn >= 2:
-            turns[-1] += then(away[turn - 2])
+            items += _home(away[turn - 2], table)
+        turns.append(items)
     return turns
 
 
-def _spread(program: Program, turns: list[Program]) -> Program:
-    """The turns, spread evenly over a program."""
+def _home(unit: int, table: Table) -> Program:
+    """After a step on the host: bring new weights and state to their tiers."""
+    weight, home = table.weight(unit), list[Instruction]()
+    if weight.tier == Tier.DEVICE:
+        home.append(Instruction(Op.FETCH, unit, kind=weight.kind))
+    elif weight.tier == Tier.DISK:
+        home.append(Instruction(Op.OFFLOAD, unit, kind=weight.kind, tier=Tier.HOST))
+    if table.state(unit).tier == Tier.DISK:
+        home.append(Instruction(Op.OFFLOAD, unit, kind="state", tier=Tier.HOST))
+    return home
+
+
+def _first_uses(program: Program, table: Table, position: int) -> dict[int, int]:
+    """Parameter unit -> index of the first instruction that computes with its weights."""
+    uses: dict[int, int] = {}
+    forms = Forms(table).of(program, position)
+    reads = {form: [slot.unit for slot in form.effect.reads if slot.kind == "param"]
+             for form in dict.fromkeys(forms) if form.item.op in COMPUTE}
+    for index, form in enumerate(forms):
+        for unit in reads.get(form, ()):
+            uses.setdefault(unit, index)
+    return uses
+
+
+def _as_used(program: Program, away: Collection[int], uses: Mapping[int, int]) -> Program:
+    """The program with the first GATHER of each unit in `away` no earlier than the first use of the unit
+    before it: the GATHER waits for the unit's update, and so does the thread that issues it to a GPU."""
+    starts = sorted({*uses.values()})
+    before: dict[int, Program] = defaultdict(list)
+    moved: dict[int, int] = {}  # unit -> index of its first GATHER, where it comes later
+    for index, item in enumerate(program):
+        if (item.op == Op.GATHER and not item.of_slot and item.unit in away and item.unit in uses
+                and item.unit not in moved):
+            at = bisect_left(starts, uses[item.unit]) - 1
+            moved[item.unit] = index
+            before[max(index, starts[at] if at >= 0 else 0)].append(item)
+    gone = {*moved.values()}
     out: Program = []
-    for turn, items in enumerate(turns):
-        first, stop = (len(program) * at // len(turns) for at in (turn, turn + 1))
-        out += [*items, *program[first:stop]]
+    for index, item in enumerate(program):
+        out += [*before.get(index, ()), *([] if index in gone else [item])]
     return out
 
 
-def _weights_home(unit: int, table: Table) -> Program:
-    """Bring new weights to their tier after a step on the host."""
-    weight = table.weight(unit)
-    if weight.tier == Tier.DEVICE:
-        return [Instruction(Op.FETCH, unit, kind=weight.kind)]
-    if weight.tier == Tier.DISK:
-        return [Instruction(Op.OFFLOAD, unit, kind=weight.kind, tier=Tier.HOST)]
-    return []
-
-
-def _state_home(unit: int, table: Table) -> Program:
-    """Bring the optimizer state to its tier after a step on the host."""
-    on_disk = table.state(unit).tier == Tier.DISK
-    return [Instruction(Op.OFFLOAD, unit, kind="state", tier=Tier.HOST)] if on_disk else []
-
-
-def snapshot(_: Programs, table: Table, age: str = "") -> Programs:
+def snapshot(_: Programs, table: Table) -> Programs:
     """Between two steps: copy the content of a checkpoint to the host, beside the next step. A unit's next
     STEP waits for the unit's copy."""
-    return [[Instruction(Op.OFFLOAD, p, kind="snapshot", age=age) for p in table.copied(position)]
+    return [[Instruction(Op.OFFLOAD, p, kind="snapshot") for p in table.copied(position)]
             for position in range(table.num_positions)]
-
-
-def snapshot_waiting(programs: Programs, table: Table) -> Programs:
-    """`snapshot`, with the gradients that wait for the next step."""
-    return snapshot(programs, table, age="prev")
 
 
 def parameters(programs: Programs, table: Table) -> Programs:

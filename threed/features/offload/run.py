@@ -29,7 +29,7 @@ class OffloadedWeights(Protocol):
 class OffloadedGradient(Protocol):
     """zero.gradient.Gradient."""
 
-    def offload(self) -> Job: ...
+    def offload(self) -> Job | None: ...
 
 
 class OffloadedState(Protocol):
@@ -48,7 +48,7 @@ class Offloaded(Protocol):
     def gradient(self) -> OffloadedGradient: ...
     @property
     def optimizer_state(self) -> OffloadedState: ...
-    def take_snapshot(self, waiting: bool) -> Job | None: ...
+    def take_snapshot(self) -> Job | None: ...
 
 
 class OffloadRun:
@@ -67,9 +67,9 @@ class OffloadRun:
             return self._keep_on_host(here, slots)
         state = self.states[here.unit]
         if here.kind == "snapshot":
-            return state.take_snapshot(instruction.age == "prev")
+            return state.take_snapshot()
         slots.put(here.below, True)
-        if here.kind == "gshard":
+        if here.kind in ("gshard", "gprev"):
             return state.gradient.offload()
         return state.optimizer_state.offload() if here.kind == "state" else state.weights.offload()
 

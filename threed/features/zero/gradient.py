@@ -12,11 +12,10 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from threed.comm.lanes import Job, copy
+from threed.comm.lanes import Job, Waiting, copy
 from threed.features.zero.part import UnitPart
 from threed.features.zero.storage import Storage
 from threed.features.zero.transition import Transition
-from threed.program.instruction import Tier
 from threed.tensor.layers import WeightGrads
 from threed.tensor.products import add_product
 
@@ -36,6 +35,7 @@ class Reduced(Enum):
     HOST = "what is reduced is on the host"
     BOTH = "the last part is on the device, and the sum of those before is on the host"
     CLIPPED = "it is complete, and CLIP has read it"
+    LOWERED = "CLIP has read it, and it is on the host, for its STEP"
 
 
 class _Reduction(NamedTuple):
@@ -56,13 +56,28 @@ SUMMED = _Reduction.of(_IN_POOL, {**_FIRST, Reduced.SHARD: Reduced.SHARD})  # fr
 STREAMED = _Reduction.of(_IN_POOL, {**_FIRST, Reduced.HOST: Reduced.BOTH})  # (Table.streams)
 SUM_PARTS = Transition("REDUCE", _STAYS)  # before the shard group
 SUM_COPIES = Transition("REDUCE", {each: each for each in (Reduced.SHARD, Reduced.BOTH)})  # after it
-# where the optimizer steps on the device, and where it steps on the host
-CLIP = Transition("CLIP", {Reduced.SHARD: Reduced.CLIPPED})
-CLIP_ON_HOST = Transition("CLIP", {Reduced.HOST: Reduced.CLIPPED})
-STAYS = Transition[Reduced]("OFFLOAD", {})
-OFFLOAD = Transition("OFFLOAD", {Reduced.SHARD: Reduced.HOST, Reduced.BOTH: Reduced.HOST})
-STEP, WAIT, DROP = (Transition(name, {Reduced.CLIPPED: Reduced.NOTHING})
-                    for name in ("STEP", "the wait for STEP", "the drop"))
+DROP = Transition("the drop", {Reduced.CLIPPED: Reduced.NOTHING})
+
+
+class _Update(NamedTuple):
+    """What CLIP, OFFLOAD and STEP do to the reduced gradient."""
+
+    clip: Transition[Reduced]
+    offload: Transition[Reduced]
+    step: Transition[Reduced]
+
+    @classmethod
+    def of(cls, read: Reduced, lowers: dict[Reduced, Reduced], stepped: Reduced) -> _Update:
+        return cls(Transition("CLIP", {read: Reduced.CLIPPED}), Transition("OFFLOAD", lowers),
+                   Transition("STEP", {stepped: Reduced.NOTHING}))
+
+
+# where the optimizer steps on the device; where it steps on the host, and CLIP reads the gradient on the
+# device; and where it reads it on the host, too (Table.streams)
+ON_DEVICE = _Update.of(Reduced.SHARD, {}, Reduced.CLIPPED)
+ON_HOST = _Update.of(Reduced.SHARD, {Reduced.CLIPPED: Reduced.LOWERED}, Reduced.LOWERED)
+ADDED_ON_HOST = _Update.of(Reduced.HOST, {Reduced.SHARD: Reduced.HOST, Reduced.BOTH: Reduced.HOST},
+                           Reduced.CLIPPED)
 
 
 class Scatter(NamedTuple):
@@ -76,11 +91,10 @@ class Scatter(NamedTuple):
 
 class Gradient:
     """
-        values [owned]  the reduced gradient, which CLIP and STEP read
-        shard  [owned]  the same on the device; below ZeRO-2 a part of the whole gradient; a buffer of the
-                        pool where it goes to the host as soon as it is reduced
-        host   [owned]  the same on the host, where the optimizer steps there
-        waiting [owned] with delayed updates: that of the step before, which waits for its STEP
+        values [owned]  the reduced gradient, which CLIP reads
+        shard  [owned]  the same on the device; a part of the whole gradient (Table.in_place), or a buffer of
+                        the pool where it goes to the host as soon as it is reduced (Table.streams)
+        host   [owned]  the same on the host, where the optimizer steps there: a sum, or a buffer of the pool
 
     The whole gradient [numel] is the sum over micro-batches, from ZeRO-2 on in a buffer of the pool. A frozen
     unit has none of these.
@@ -91,23 +105,20 @@ class Gradient:
         self.part, self.storage = part, storage
         self._what = f"gradient of {part.name}"
         table, dtype, device = storage.table, storage.precision.grad, storage.device
-        self.away = part.unit.state_home != Tier.DEVICE
-        self.delayed = table.update.delayed and part.unit.trains
-        self._streams, self._in_pool = table.streams(part.number), table.zero.stage >= 2
-        self._whole = self.shard = self.host = self.waiting = torch.empty(0, dtype=dtype, device=device)
+        self.away, self.streams = table.away(part.number), table.streams(part.number)
+        self._in_pool = not table.in_place(part.number)
+        self._whole = self.shard = self.host = torch.empty(0, dtype=dtype, device=device)
         self.accumulated = Accumulated.NOTHING
         if part.trains and not self._in_pool:
             self._whole = torch.zeros(part.layout.numel, dtype=dtype, device=device)
             self.accumulated, self.shard = Accumulated.WHOLE, self._whole[slice(*part.owned)]
-        elif part.trains and not self._streams:
+        elif part.trains and not self.streams:
             self.shard = torch.zeros(part.count, dtype=dtype, device=device)
-        if self.away:
+        if self.streams:
             self.host = storage.on_host(part.count, dtype)
-        if self.delayed:
-            self.waiting = storage.on_host(part.count, dtype)
         self.reduced = Reduced.NOTHING
-        self._reduction = STREAMED if self._streams else SUMMED if self._in_pool else IN_PLACE
-        self._offload, self._clip = (OFFLOAD, CLIP_ON_HOST) if self.away else (STAYS, CLIP)
+        self._reduction = STREAMED if self.streams else SUMMED if self._in_pool else IN_PLACE
+        self._update = ADDED_ON_HOST if self.streams else ON_HOST if self.away else ON_DEVICE
         # parameters of which the whole gradient has none yet
         self._unwritten = set(range(len(part.layout.placed)))
         for number, parameter in enumerate(parameters if part.unit.trains else ()):
@@ -121,7 +132,7 @@ class Gradient:
 
     @property
     def values(self) -> torch.Tensor:
-        return self.host if self.away else self.shard
+        return self.host if self.streams else self.shard
 
     # ---- the whole gradient
 
@@ -189,7 +200,7 @@ class Gradient:
         self.accumulated = self._reduction.whole(self.accumulated, self._what)
         before, self.reduced = self.reduced, self._reduction.shard(self.reduced, self._what)
         whole, complete = self._whole, self._complete()
-        if self._streams:
+        if self.streams:
             self.shard = self.storage.gshards.take(self.part.count)
         shard = self.shard if self._in_pool else whole[slice(*self.part.shard)]
         self._unwritten.update(range(len(self.part.layout.placed)))
@@ -203,30 +214,30 @@ class Gradient:
         return self.shard
 
     def offload(self) -> Job:
-        """Move the reduced gradient to the host, where it adds to what was reduced before in this step."""
-        before, self.reduced = self.reduced, self._offload(self.reduced, self._what)
+        """Copy the reduced gradient to the host: for its STEP, or to be added to what was reduced before in
+        this step."""
+        before, self.reduced = self.reduced, self._update.offload(self.reduced, self._what)
+        if not self.streams:
+            self.host = self.storage.host_grads.take(self.part.count)
         shard, host = self.shard, self.host
-        if self._streams:
+        if self.streams:
             self.storage.gshards.give(shard)
-        if before is Reduced.SHARD:
+        if before is not Reduced.BOTH:
             return lambda: copy(host, shard)
-        return lambda: self.storage.add_to(host, shard)
+        return Waiting(lambda: self.storage.add_to(host, shard))
 
     # ---- after the last reduction
 
     def clip(self) -> None:
         """It is complete: the next reduction belongs to the next step."""
-        self.reduced = self._clip(self.reduced, self._what)
+        self.reduced = self._update.clip(self.reduced, self._what)
 
     def step(self) -> torch.Tensor:
         """Its values are applied: after this STEP they are not read again."""
-        self.reduced = STEP(self.reduced, self._what)
-        return self.values
-
-    def wait(self) -> None:
-        """It is applied in the next step; the one that waited before has been."""
-        self.reduced = WAIT(self.reduced, self._what)
-        self.host, self.waiting = self.waiting, self.host
+        self.reduced = self._update.step(self.reduced, self._what)
+        if self.away and not self.streams:
+            self.storage.host_grads.give(self.host)
+        return self.host if self.away else self.shard
 
     def drop(self) -> None:
         """It is never applied."""

@@ -113,7 +113,7 @@ def _reduce(program: Program, table: Table, position: int) -> tuple[Program, Pro
     for unit, places in added.items():
         groups = [step.group for step in table.reductions(unit)]
         often = groups.index(table.parameters[unit].shard_group) + 1
-        period = table.zero.reduce_every * len(users[unit])
+        period = len(places) if table.in_place(unit) else table.zero.reduce_every * len(users[unit])
         for place in {*places[period - 1::period], places[-1]}:
             after[place] += [Instruction(Op.REDUCE, unit, group=group) for group in groups[:often]]
         for group in groups[often:]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -24,6 +24,7 @@ from threed.optim.rate import learning_rate
 from threed.optim.registry import RULES
 from threed.program.buffers import Buffers
 from threed.program.instruction import Instruction, Op, Slot, Tier
+from threed.program.names import ENTER, TRAIN
 from threed.program.slots import Slots
 from threed.program.table import Table
 from threed.schema import Config
@@ -43,9 +44,13 @@ class Clipped:
     counted: float | None = None  # what the loss has counted by itself (`Out.count`), and was divided by
     penalty: float | None = None  # apart from the loss (`Out.penalty`); None: no layer has one
 
-    def kept(self) -> dict[str, Any]:
-        """What a checkpoint holds of it: what STEP uses. (`scale` has the count in it.)"""
-        return {name: value for name, value in asdict(self).items() if name not in ("counted", "penalty")}
+
+class Due(NamedTuple):
+    """What STEP needs of the step whose gradients it applies."""
+
+    clipped: Clipped
+    lr: float
+    update: int  # its number, from 1
 
 
 BLOCK = 256  # elements whose squares are summed in fp32: few enough for a relative error of about 1e-8
@@ -84,7 +89,7 @@ class ZeroRun:
         self.step_number = 0  # steps of the run so far
         # optimizer updates so far, for Adam and the learning rate (skipped steps do not count)
         self.updates = 0
-        self.waiting: Clipped | None = None  # CLIP's result for the gradients that wait for the next step
+        self.waiting: Due | None = None  # of the gradients that wait for their STEP in the next program
         # While a step is verified: (unit, number of elements in which the two computations of its update
         # differ).
         self.update_differences: list[tuple[int, torch.Tensor]] | None = None
@@ -102,17 +107,12 @@ class ZeroRun:
 
     def program(self) -> str:
         """The name of the next step's program."""
-        if not self.table.update.delayed:
-            return "train"
-        last = self.step_number >= self.config.train.steps - 1
-        if self.waiting is not None:
-            return "drain" if last else "train"
-        return "plain" if last or self.step_number < self.config.offload.warmup else "enter"
+        return ENTER if self.table.update.overlap and self.waiting is None else TRAIN
 
     def finish_step(self, clipped: Clipped) -> None:
         """Count a step, given its CLIP's result, and adapt the loss scale."""
         self.step_number += 1
-        self.updates += clipped.finite and self.waiting is None
+        self.updates += clipped.finite
         self.scaler.update(not clipped.finite)
 
     def gather(self, instruction: Instruction, slots: Slots) -> Job:
@@ -190,7 +190,7 @@ class ZeroRun:
         numbers = torch.zeros(3 + NUMBERS, dtype=torch.float64, device=self.comm.device)
         if instruction.gradients != "none":
             device = device_of(self.comm.device)
-            if device.asynchronous and any(state.gradient.away for state in self.stepped.values()):
+            if device.asynchronous and any(state.gradient.streams for state in self.stepped.values()):
                 # The stream waits for the copies to the host, and the host reads them now.
                 device.current_stream().synchronize()
             here = self.comm.here
@@ -226,32 +226,28 @@ class ZeroRun:
             state.gradient.clip()
             if instruction.gradients == "drop":
                 state.gradient.drop()
-        if instruction.gradients in ("step", "wait"):
-            self._complete(clipped if instruction.gradients == "wait" else None, slots)
+        if instruction.gradients == "wait":
+            self.waiting = self._due(clipped)
+            for slot in self.table.waiting(self.comm.here.position):
+                slots.put(slot, True)
 
-    def _complete(self, waiting: Clipped | None, slots: Slots) -> None:
-        """The gradients of the step before have been applied; `waiting`: this step's now wait."""
-        if self.waiting is not None:
-            self.updates += self.waiting.finite
-        self.waiting = waiting
-        for unit, state in self.stepped.items() if waiting is not None else ():
-            state.gradient.wait()
-            slots.put(Slot("gprev", unit, tier=Tier.HOST), True)
+    def _due(self, clipped: Clipped) -> Due:
+        return Due(clipped, self.lr, self.updates + 1)
 
     @torch.no_grad()
     def step(self, instruction: Instruction, slots: Slots) -> Job | None:
-        state, prev = self.states[instruction.unit], instruction.age == "prev"
-        clipped = self.waiting if prev else slots.get(Slot("scale"))
-        gradient = state.gradient.waiting if prev else state.gradient.step()
-        assert clipped is not None
-        if state.part.unit.state_home != Tier.DEVICE:
-            return self._step_on_host(state, gradient, clipped, slots)
-        if clipped.finite:  # else weights do not change; the training loop decides whether the run goes on
-            self._update(state.part.number, self._updates(state, gradient, clipped))
+        state = self.states[instruction.unit]
+        due = self.waiting if instruction.age == "prev" else self._due(slots.get(Slot("scale")))
+        assert due is not None
+        gradient = state.gradient.step()
+        if state.gradient.away:
+            return self._step_on_host(state, gradient, due, slots)
+        if due.clipped.finite:  # else weights do not change, and the training loop decides what follows
+            self._update(state.part.number, self._updates(state, gradient, due))
             state.optimizer_state.publish()
         return None
 
-    def _updates(self, state: UnitState, gradient: torch.Tensor, clipped: Clipped,
+    def _updates(self, state: UnitState, gradient: torch.Tensor, due: Due,
                  out: torch.Tensor | None = None) -> list[tuple[Update, View, torch.Tensor | None]]:
         """The parts of a unit's step; the new weights are written to `out`, too, if given."""
         part, master, buffers = state.part, state.optimizer_state.master, state.optimizer_state.buffers
@@ -259,7 +255,7 @@ class ZeroRun:
         mean = part.layout.placed[0].parameter.counted * self.config.tokens_per_step
         if part.unit.optimizer:
             config = replace(config, name=part.unit.optimizer)
-        return [(Update(config, self.lr, self.updates + 1, segment.decay, clipped.scale, mean),
+        return [(Update(config, due.lr, due.update, segment.decay, due.clipped.scale, mean),
                  View(part.range(master, segment), part.range(gradient, segment),
                       {name: part.range(each, segment) for name, each in buffers.items()}),
                  part.range(out, segment) if out is not None else None) for segment in part.segments()]
@@ -271,17 +267,17 @@ class ZeroRun:
             else:
                 self.update_differences.append((unit, optimizer.step_twice(by, view, copy)))
 
-    def _step_on_host(self, state: UnitState, gradient: torch.Tensor, clipped: Clipped, slots: Slots) -> Job:
+    def _step_on_host(self, state: UnitState, gradient: torch.Tensor, due: Due, slots: Slots) -> Job:
         """Step a unit on the host lane. The new weights go to their home on the host, or to a staging buffer
         that a later FETCH or OFFLOAD empties."""
         part, out = state.part, state.weights.step_output()
-        master, parts = state.optimizer_state.master, self._updates(state, gradient, clipped, out)
+        master, parts = state.optimizer_state.master, self._updates(state, gradient, due, out)
         stepped = sum(segment.stop - segment.start for segment in part.segments())
         slots.put(self.table.weight(part.number).on(Tier.HOST), out)
         slots.put(Slot("state", part.number, tier=Tier.HOST), True)
 
         def job() -> None:
-            if clipped.finite:
+            if due.clipped.finite:
                 self._update(part.number, parts)
                 out[stepped:].zero_()  # padding
             else:

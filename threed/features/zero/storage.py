@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import NamedTuple
 
 import torch
 
 from threed.comm.group import Comm
-from threed.comm.lanes import copy
+from threed.comm.lanes import Handle, copy, so_far
 from threed.devices import device_of
 from threed.program.buffers import Buffers
 from threed.program.table import Table
@@ -28,7 +29,8 @@ class Storage(NamedTuple):
     grads: Pool  # whole gradients, from ZeRO-2 on
     pshards: Pool  # this rank's part of parameters whose home is not the device
     gshards: Pool  # this rank's part of gradients that go to the host as soon as they are reduced
-    adding: torch.Tensor  # where what the host has of a gradient comes back, to be added to
+    host_grads: Pool  # this rank's part of gradients on their way to the host's step
+    adding: torch.Tensor  # of the host: where pieces of a gradient arrive that are added to a sum there
     host_weights: Pool  # parameters on their way between the host and another tier
     host_states: Pool  # optimizer state on its way between the host and the disk
     disk: Disk | None
@@ -44,7 +46,8 @@ class Storage(NamedTuple):
                    Pool(buffers.grads, precision.grad, device),
                    Pool(buffers.pshards, precision.compute, device),
                    Pool(buffers.gshards, precision.grad, device),
-                   torch.zeros(buffers.adding, dtype=precision.grad, device=device),
+                   Pool(buffers.host_grads, precision.grad, host, pinned),
+                   flat(buffers.adding, precision.grad, host, pinned),
                    Pool(buffers.host_weights, precision.compute, host, pinned, for_disk=True),
                    Pool(buffers.host_states, torch.uint8, host, pinned, for_disk=True),
                    Disk(str(config.offload.nvme_path), comm.rank) if uses_disk else None, weight_grads)
@@ -65,11 +68,20 @@ class Storage(NamedTuple):
 
     @torch.no_grad()
     def add_to(self, host: torch.Tensor, part: torch.Tensor) -> None:
-        """Add a gradient on the device to a sum on the host. The device computes it: the sum is copied there,
-        a piece at a time, and back. `part` is overwritten."""
-        size = len(self.adding)
-        for sum_, piece in zip(host.split(size), part.split(size), strict=True):
-            before = self.adding[:len(piece)]
-            copy(before, sum_)
-            piece.add_(before)
-            copy(sum_, piece)
+        """Add a gradient on the device to a sum on the host, which adds a piece while the next arrives."""
+        halves = self.adding.split(len(self.adding) // 2)
+        size, arriving = len(halves[0]), deque[tuple[torch.Tensor, torch.Tensor, Handle]]()
+
+        def add() -> None:
+            sum_, piece, arrived = arriving.popleft()
+            arrived.block()
+            sum_.add_(piece)
+
+        for number, (sum_, piece) in enumerate(zip(host.split(size), part.split(size), strict=True)):
+            into = halves[number % 2][:len(piece)]
+            if len(arriving) == 2:
+                add()
+            copy(into, piece)
+            arriving.append((sum_, into, so_far(self.device)))
+        while arriving:
+            add()

@@ -53,23 +53,19 @@ class UnitState:
                      start - placed.start)
         self.optimizer_state.publish()
 
-    def kept(self, waiting: bool) -> dict[str, torch.Tensor]:
-        """Kind -> tensor over `owned` that a checkpoint keeps. `waiting`: with the gradients that the next
-        step applies."""
-        kinds = {"param": self.optimizer_state.master, **self.optimizer_state.buffers}
-        if waiting and self.gradient.delayed:
-            kinds["waiting"] = self.gradient.waiting
-        return kinds
+    def kept(self) -> dict[str, torch.Tensor]:
+        """Kind -> tensor over `owned` that a checkpoint keeps."""
+        return {"param": self.optimizer_state.master, **self.optimizer_state.buffers}
 
-    def take_snapshot(self, waiting: bool) -> Job | None:
+    def take_snapshot(self) -> Job | None:
         """Copy the tensors that this rank writes to the host, while the next program runs; None where another
         rank writes the same values."""
         if self.snapshot is None:
             return None
         mine = slice(*(at - self.part.owned[0] for at in self.part.shard))
-        return self.snapshot.begin(lambda: [whole[mine] for whole in self.kept(waiting).values()])
+        return self.snapshot.begin(lambda: [whole[mine] for whole in self.kept().values()])
 
-    def to_save(self, waiting: bool) -> dict[str, Callable[[int, int], torch.Tensor]]:
+    def to_save(self) -> dict[str, Callable[[int, int], torch.Tensor]]:
         """Kind -> a function that returns a range of this rank's shard, in fp32 on the host: of the snapshot
         if there is one, else of the current values (which a frozen unit keeps)."""
         first = self.part.shard[0] - self.part.owned[0]
@@ -80,7 +76,7 @@ class UnitState:
         def of_snapshot(row: torch.Tensor, start: int, stop: int) -> torch.Tensor:
             return row[start:stop]
 
-        kept = self.kept(waiting)
+        kept = self.kept()
         if self.snapshot is None:
             return {kind: partial(current, whole) for kind, whole in kept.items()}
         return {kind: partial(of_snapshot, row) for kind, row in zip(kept, self.snapshot.rows, strict=False)}

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -12,7 +11,6 @@ from threed.base.remember import remembered
 from threed.planner.facts import make_mesh, make_table
 from threed.prediction.hardware import GroupPlace, Hardware, places
 from threed.prediction.prices import Prices, Travel
-from threed.program.buffers import lowered
 from threed.program.effects import effects
 from threed.program.entries import ComputeUnit
 from threed.program.handed import depends, move_of
@@ -34,9 +32,6 @@ def cost(plan: Plan, hardware: Hardware, measured: Costs | None = None, imbalanc
     host_s = hardware.host_us * 1e-6 if hardware.waits else 0.0
     ways = {"d2h": hardware.link_gbps, "h2d": hardware.link_gbps, "read": hardware.read_gbps,
             "write": hardware.write_gbps, "host": hardware.host_gbps}
-    lowers = [lowered(plan.table, plan.programs["train"][position]) if "train" in plan.programs
-              else Counter[int]()
-              for position in range(table.num_positions)]
     known: dict[tuple, float] = {}
     busiest = uneven(plan.table) if imbalance != 1.0 else {}
 
@@ -53,8 +48,6 @@ def cost(plan: Plan, hardware: Hardware, measured: Costs | None = None, imbalanc
             return compute.prices.moved(2 * part)
         if op in (Op.OFFLOAD, Op.FETCH):
             gbps, size = ways[effects(instruction, table, position).lane], moved_by(table, instruction)
-            if instruction.kind == "gshard" and (times := lowers[position][instruction.unit]) > 1:
-                size *= 2 - 1 / times  # all but the first: the sum comes up, and goes down again
             return size * 8 / (gbps * 1e9) + hardware.kernel_us * 1e-6
         sent_s = travel.seconds(position, instruction)
         by_counts = busiest and op == Op.EXCHANGE and move_of(instruction, table).counts
@@ -154,10 +147,9 @@ class _Compute:
         return self.prices.update(size, home != Tier.DEVICE)
 
     def norm(self, position: int) -> float:
-        """CLIP reads the gradients, where STEP will read them."""
+        """CLIP reads the gradients, where they are."""
         table = self.table
-        return sum(self.prices.update(table.shard_numel(unit) * table.elements.grad,
-                                      table.parameters[unit].state_home != Tier.DEVICE)
+        return sum(self.prices.update(table.shard_numel(unit) * table.elements.grad, table.streams(unit))
                    for unit in table.stepped(position))
 
 

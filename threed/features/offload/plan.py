@@ -8,9 +8,9 @@ Units are stepped one after the other, in turns: during one unit's step the grad
 its state is read from disk, and the parameters of the one before go to the device. So the host has gradients
 of three units at a time. Units whose state is on the device are stepped meanwhile.
 
-With offload.overlap=next the turns run at the head of the next step's program, in the order in which the step
-uses the units: a unit's first reader waits for its own update alone, and the rest of the turns run beside
-what does not need them yet. Nobody reads weights that are an update behind.
+With offload.overlap=next the turns run in the next step's program, in the order in which the step uses the
+units: a unit's first reader waits for its own update alone, and the other turns run beside what does not need
+them yet. Nobody reads weights that are an update behind.
 
 Where gradients do not fit the device (Table.streams), each part goes to the host as soon as it is reduced,
 and is added up there.
@@ -20,13 +20,16 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 from threed.program.forms import Forms
 from threed.program.instruction import COMPUTE, Instruction, Op, Programs, Tier, insert
 from threed.program.table import Table
 
 Program = list[Instruction]
+# Units by which new weights come before their use: their GATHER, and what reads them from a disk for it, come
+# one unit before each.
+AHEAD = 2
 
 
 def homes(sizes: dict[int, int], ratio: float, home: Tier) -> dict[int, Tier]:
@@ -63,14 +66,28 @@ def enter(programs: Programs, table: Table) -> Programs:
 
 
 def head(programs: Programs, table: Table) -> Programs:
-    """`enter`, with the updates of the step before at its head."""
+    """`enter`, with the updates of the step before: weights are home AHEAD units before their first use."""
     result = []
     for position, program in enumerate(enter(programs, table)):
-        away = _away(table, position)
         uses = _first_uses(program, table, position)
-        order = sorted(away, key=lambda unit: (uses.get(unit, len(program)), unit))
-        turns = _turns(order, table, "prev")
-        result.append([*(item for turn in turns for item in turn), *_as_used(program, away, uses)])
+        starts = sorted({*uses.values()})
+        order = sorted(_away(table, position), key=lambda unit: (uses.get(unit, 0), unit))
+        before: dict[int, Program] = defaultdict(list)
+
+        def place(unit: int, ahead: int, uses: dict[int, int] = uses, starts: list[int] = starts) -> int:
+            at = bisect_left(starts, uses.get(unit, 0)) - ahead
+            return starts[at] if at > 0 else 0
+
+        for turn, items in enumerate(_turns(order, table, "prev")):
+            before[place(order[turn - 2], AHEAD) if turn >= 2 else 0] += items
+        # A GATHER waits for the unit's update, and so does the thread that issues it to a GPU.
+        first = {item.unit: index for index, item in reversed([*enumerate(program)])
+                 if item.op == Op.GATHER and not item.of_slot and item.unit in order}
+        for unit, index in first.items():
+            before[max(index, place(unit, 1))].append(program[index])
+        gone = {*first.values()}
+        result.append([each for index, item in enumerate(program)
+                       for each in (*before.get(index, ()), *([] if index in gone else [item]))])
     return result
 
 
@@ -139,25 +156,6 @@ def _first_uses(program: Program, table: Table, position: int) -> dict[int, int]
         for unit in reads.get(form, ()):
             uses.setdefault(unit, index)
     return uses
-
-
-def _as_used(program: Program, away: Collection[int], uses: Mapping[int, int]) -> Program:
-    """The program with the first GATHER of each unit in `away` no earlier than the first use of the unit
-    before it: the GATHER waits for the unit's update, and so does the thread that issues it to a GPU."""
-    starts = sorted({*uses.values()})
-    before: dict[int, Program] = defaultdict(list)
-    moved: dict[int, int] = {}  # unit -> index of its first GATHER, where it comes later
-    for index, item in enumerate(program):
-        if (item.op == Op.GATHER and not item.of_slot and item.unit in away and item.unit in uses
-                and item.unit not in moved):
-            at = bisect_left(starts, uses[item.unit]) - 1
-            moved[item.unit] = index
-            before[max(index, starts[at] if at >= 0 else 0)].append(item)
-    gone = {*moved.values()}
-    out: Program = []
-    for index, item in enumerate(program):
-        out += [*before.get(index, ()), *([] if index in gone else [item])]
-    return out
 
 
 def snapshot(_: Programs, table: Table) -> Programs:

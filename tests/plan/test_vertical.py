@@ -10,8 +10,10 @@ import pytest
 
 import threed
 from tests.harness import tiny
-from threed.base.errors import ConfigError, Idle
+from threed.base.errors import ConfigError, Idle, InputError
 from threed.config.validate import validate
+from threed.layout_search.layout import schedules
+from threed.layout_search.request import ask
 from threed.planner import analyse, make_pipeline, make_plan
 from threed.planner.auto import USUAL_ROOM, choices, decided, fits
 from threed.planner.passes import Pipeline
@@ -234,3 +236,13 @@ def test_the_row_says_it():
     assert [name for name, row in SCHEDULES.items() if row.by_unit] == ["vertical"]
     assert Pipeline(SCHEDULES["vertical"].make(1, 4, 3), SCHEDULES["vertical"].place(1, 3)) == Pipeline(
         in_groups((0, 0, 0), 4, 4), (0, 0, 0))
+
+
+@pytest.mark.parametrize("override, says", [
+    ("parallel.schedule=vertical", "search compares named schedules that give positions equally many stages"),
+    ("parallel.group=4", "it is of parallel.schedule=vertical, which search does not try")])
+def test_search_leaves_it_out(override, says):
+    """What a file says of it is left out; an override is refused."""
+    with pytest.raises(InputError, match=says):
+        ask("configs/toy.yaml", [override])
+    assert "vertical" not in schedules()

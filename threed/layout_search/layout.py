@@ -100,6 +100,12 @@ _FAMILIES = {"zb-h1": "zero bubble", "zb-h2": "zero bubble", **dict.fromkeys(
     "breadth-first": "all forwards first"}
 
 
+def schedules() -> tuple[str, ...]:
+    """Those that layouts may have: all but those whose stages are units, which are for parameters that come
+    and go, and no search offloads them by itself. (Looked up at each call: a script may add one.)"""
+    return tuple(name for name, row in SCHEDULES.items() if not row.by_unit)
+
+
 def copied(config: Config) -> Config:
     """A config with the same values, whose keys can be set apart. (A search makes thousands.)"""
     other = copy.copy(config)

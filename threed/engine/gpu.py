@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -13,9 +13,8 @@ import torch
 from threed.base.errors import InputError
 from threed.comm.group import Comm
 from threed.devices import device_of, kind_of
+from threed.devices.host import SYSFS, group_files
 
-SYSFS = Path("/sys")
-GROUPS = Path("/proc/self/cgroup")
 THREADS = Path("/proc/self/task")  # of this process, by number
 
 
@@ -95,20 +94,9 @@ def numbers(text: str) -> set[int]:
 def _whole(sysfs: Path) -> set[int]:
     """The processors of a process that nobody has bound: those of its control group (a container, a job), or
     all."""
-    places = [*(sysfs / path for path in _control_groups(_read(GROUPS))), sysfs / "devices/system/cpu/online"]
+    files = group_files("cpuset", "cpuset.cpus.effective", "cpuset.effective_cpus")
+    places = [*(sysfs / path for path in files), sysfs / "devices/system/cpu/online"]
     return next((found for found in map(numbers, map(_read, places)) if found), set())
-
-
-def _control_groups(text: str) -> Iterator[str]:
-    """The files that list a control group's processors, of version 2 and of version 1; `text`: the groups of
-    a process, a line each. In a container the path may be the one outside; then the mounted root is its
-    own."""
-    rows = [line.split(":", 2) for line in text.splitlines()]
-    for _, kind, path in (row for row in rows if len(row) == 3 and row[1] in ("", "cpuset")):
-        root, name = ("fs/cgroup/cpuset", "cpuset.effective_cpus") if kind else ("fs/cgroup",
-                                                                                "cpuset.cpus.effective")
-        yield f"{root}{path.rstrip('/')}/{name}"
-        yield f"{root}/{name}"
 
 
 def _read(path: Path) -> str:

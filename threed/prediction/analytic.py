@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,7 +13,7 @@ from threed.base.remember import remembered
 from threed.planner.facts import make_mesh, make_table
 from threed.prediction.hardware import GroupPlace, Hardware, places
 from threed.prediction.prices import Prices, Travel
-from threed.program.buffers import lowered
+from threed.program.buffers import PIECE, lowered
 from threed.program.effects import effects
 from threed.program.entries import ComputeUnit
 from threed.program.handed import depends, move_of
@@ -33,7 +34,7 @@ def cost(plan: Plan, hardware: Hardware, measured: Costs | None = None, imbalanc
     compute, travel = _Compute(plan, hardware), _Travel(plan, hardware)
     host_s = hardware.host_us * 1e-6 if hardware.waits else 0.0
     ways = {"d2h": hardware.link_gbps, "h2d": hardware.link_gbps, "read": hardware.read_gbps,
-            "write": hardware.write_gbps, "host": hardware.host_gbps}
+            "write": hardware.write_gbps, "host": hardware.host_rate(_ranks_of_node(plan, hardware)) * 8e-9}
     lowers = [lowered(plan.table, plan.programs["train"][position]) if "train" in plan.programs
               else Counter[int]()
               for position in range(table.num_positions)]
@@ -53,9 +54,10 @@ def cost(plan: Plan, hardware: Hardware, measured: Costs | None = None, imbalanc
             return compute.prices.moved(2 * part)
         if op in (Op.OFFLOAD, Op.FETCH):
             gbps, size = ways[effects(instruction, table, position).lane], moved_by(table, instruction)
-            if instruction.kind == "gshard" and (times := lowers[position][instruction.unit]) > 1:
-                size *= 2 - 1 / times  # all but the first: the sum comes up, and goes down again
-            return size * 8 / (gbps * 1e9) + hardware.kernel_us * 1e-6
+            copied_s = size * 8 / (gbps * 1e9) + hardware.kernel_us * 1e-6
+            times = lowers[position][instruction.unit] if instruction.kind == "gshard" else 1
+            # All but the first are added to what the host has.
+            return copied_s + (1 - 1 / times) * compute.added(size, gbps) if times > 1 else copied_s
         sent_s = travel.seconds(position, instruction)
         by_counts = busiest and op == Op.EXCHANGE and move_of(instruction, table).counts
         return sent_s * imbalance if by_counts else sent_s
@@ -96,7 +98,7 @@ class _Compute:
         self.table, self.hardware = plan.table, hardware
         self.units = _units(plan, hardware)
         self.sequence_parallel = plan.config is not None and plan.config.parallel.sequence_parallel
-        self.prices = Prices(hardware, plan.table.elements.param)
+        self.prices = Prices(hardware, plan.table.elements.param, _ranks_of_node(plan, hardware))
         self.travel, self.places = Travel(hardware), _places(plan, hardware)
         self._known = _known_prices(hardware, plan.table.elements.param, self.sequence_parallel, tuple(
             (axis, *vars(self.places[axis]).values()) for axis in axes_of("parameters")))
@@ -153,6 +155,12 @@ class _Compute:
                         + table.param_bytes(index))
         return self.prices.update(size, home != Tier.DEVICE)
 
+    def added(self, size: int, gbps: float) -> float:
+        """What an OFFLOAD of so many bytes takes longer where it adds to a gradient on the host: the sum comes
+        up, and the device adds to it, a piece at a time."""
+        pieces = math.ceil(size / (PIECE * self.table.elements.grad))
+        return size * 8 / (gbps * 1e9) + self.prices.moved(3 * size, 3 * pieces)
+
     def norm(self, position: int) -> float:
         """CLIP reads the gradients, where STEP will read them."""
         table = self.table
@@ -191,6 +199,11 @@ class _Travel:
             return 0.0
         way = self.travel.exchange if instruction.op == Op.EXCHANGE else self.travel.ring
         return way(sent, self.places[instruction.group])
+
+
+def _ranks_of_node(plan: Plan, hardware: Hardware) -> float:
+    """Ranks that share a node's memory."""
+    return min(make_mesh(plan.config).size, hardware.node_ranks) if plan.config is not None else 1
 
 
 def _places(plan: Plan, hardware: Hardware) -> dict[str, GroupPlace]:

@@ -1,5 +1,6 @@
 """How often a step makes the host wait, what it copies, and how many bytes of the host are pinned: golden,
-because each is time, or memory, that no test of numbers notices. `python -m tests.fakecuda.test_counts` writes them anew.
+because each is time, or memory, that no test of numbers notices.
+`python -m tests.fakecuda.test_counts` writes them anew.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ def of_a_step(config: Config) -> dict[str, int]:
         counts.append(shim.installed.counts())
     copies = {name: counts[1][name] - counts[0].get(name, 0) for name in sorted(counts[1])
               if name not in ("launches", "races") and counts[1][name] != counts[0].get(name, 0)}
-    return {**copies, **{f"pinned bytes of {what}": size for what, size in pinned_bytes(config).items() if size}}
+    pinned = {f"pinned bytes of {what}": size for what, size in pinned_bytes(config).items() if size}
+    return {**copies, **pinned}
 
 
 def pinned_bytes(config: Config) -> dict[str, int]:

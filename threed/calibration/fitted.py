@@ -149,8 +149,8 @@ def text(hardware: Hardware, points: Sequence[Point], machine: Machine) -> str:
              *(f"  {line}" for line in table(points, hardware).splitlines()),
              "adapter_* and dollars are not measured."]
     if machine.ranks == 1:
-        lines.append("One rank has no peers: node_*, exchange_efficiency and contention are not measured, and "
-                     "host_all_gbps is what it reaches alone.")
+        lines.append("One rank has no peers: node_*, exchange_efficiency and contention are not measured, "
+                     "and host_all_gbps is what it reaches alone.")
     values = {item.name: getattr(hardware, item.name) for item in fields(Hardware)}
     return "\n".join([*(f"# {line}" for line in lines),
                       *(f"{name}: {f'{value:g}' if isinstance(value, float) else json.dumps(value)}"

@@ -26,9 +26,9 @@ def memory_bytes(sysfs: Path = SYSFS) -> int:
 
 
 def group_files(kind: str, current: str, older: str) -> Iterator[str]:
-    """Below /sys, the files of this process's control groups that say one thing of a kind (cpuset, memory), of
-    version 2 (`current`) and of version 1 (`older`), those of the innermost group first. In a container the
-    path may be the one outside; then the mounted root is its own."""
+    """Below /sys, the files of this process's control groups that say one thing of a kind (cpuset, memory),
+    of version 2 (`current`) and of version 1 (`older`), those of the innermost group first. In a container
+    the path may be the one outside; then the mounted root is its own."""
     try:
         rows = [line.split(":", 2) for line in GROUPS.read_text().splitlines()]
     except OSError:

@@ -15,6 +15,7 @@ from threed.comm.group import Comm
 from threed.devices import device_of, kind_of
 from threed.devices.host import SYSFS, group_files
 
+ISSUING = 2  # threads of a rank that issue kernels: its own, and the one that autograd starts for a device
 THREADS = Path("/proc/self/task")  # of this process, by number
 
 
@@ -68,6 +69,18 @@ def stay_beside(device: torch.device, sysfs: Path = SYSFS) -> None:
     if "OMP_NUM_THREADS" not in os.environ:
         sharing = sum(near_cpus(gpu.bus(each), allowed, sysfs) == cpus for each in range(gpu.count()))
         torch.set_num_threads(max(1, min(torch.get_num_threads(), len(cpus) // max(1, sharing))))
+
+
+def step_threads(comm: Comm, hosts: Sequence[str]) -> int:
+    """Threads of this rank's optimizer step on the host, on processors that it may share with other ranks of
+    its host: all but those that issue work to the GPU meanwhile. 0, as many as torch's, on a CPU, or where
+    somebody has chosen (OMP_NUM_THREADS). `hosts`: the name of each rank's host. All ranks call it."""
+    mine = os.sched_getaffinity(0)
+    everywhere = comm.exchange((hosts[comm.rank], sorted(mine)))
+    if not device_of(comm.device).asynchronous or "OMP_NUM_THREADS" in os.environ:
+        return 0
+    sharing = sum(host == hosts[comm.rank] and not mine.isdisjoint(cpus) for host, cpus in everywhere)
+    return max(1, len(mine) // sharing - ISSUING)
 
 
 def near_cpus(bus: str, allowed: set[int], sysfs: Path = SYSFS) -> set[int] | None:

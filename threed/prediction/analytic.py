@@ -156,8 +156,8 @@ class _Compute:
         return self.prices.update(size, home != Tier.DEVICE)
 
     def added(self, size: int, gbps: float) -> float:
-        """What an OFFLOAD of so many bytes takes longer where it adds to a gradient on the host: the sum comes
-        up, and the device adds to it, a piece at a time."""
+        """Seconds that an OFFLOAD of so many bytes takes longer where it adds to a gradient on the host: the
+        sum comes up, and the device adds to it, a piece at a time."""
         pieces = math.ceil(size / (PIECE * self.table.elements.grad))
         return size * 8 / (gbps * 1e9) + self.prices.moved(3 * size, 3 * pieces)
 

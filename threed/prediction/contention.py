@@ -1,5 +1,5 @@
-"""Time of a plan's step on a machine: computation slows down while communication runs beside it, copies to the
-host and from it share their link, and ranks may share processors."""
+"""Time of a plan's step on a machine: computation slows down while communication runs beside it, copies to
+the host and from it share their link, and ranks may share processors."""
 
 from __future__ import annotations
 
@@ -76,7 +76,8 @@ def _shared_s(analysis: Analysis, seconds: Seconds, hardware: Hardware) -> float
 
 
 def timed(analysis: Analysis, seconds: Seconds, hardware: Hardware | None) -> Walk:
-    """Walk the train step twice: the first walk says what runs beside what, and in the second it takes longer.
+    """Walk the train step twice: the first walk says what runs beside what, and in the second that takes
+    longer.
 
     * A computation takes `hardware.contention` times as much longer as communication runs beside it. (0: it
       takes no time from computation; 1: nothing is computed meanwhile.)

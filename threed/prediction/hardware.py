@@ -119,9 +119,14 @@ class Hardware:
         return round(memory * (1.0 - self.free_share))
 
     @property
+    def host_bytes(self) -> int:
+        """Of a node's host."""
+        return round(self.host_memory_gb * 1e9)
+
+    @property
     def usable_host_bytes(self) -> int:
         """Of a node's memory, those that its ranks may use together."""
-        return round(self.host_memory_gb * 1e9 * (1.0 - self.host_free_share))
+        return round(self.host_bytes * (1.0 - self.host_free_share))
 
     def host_rate(self, ranks: float) -> float:
         """Bytes a second of host memory that each of so many ranks of a node has for its optimizer step."""

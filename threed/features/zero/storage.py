@@ -62,8 +62,8 @@ class Storage(NamedTuple):
         self.grads.rewind()
 
     def on_host(self, numel: int, dtype: torch.dtype, crosses: bool = True) -> torch.Tensor:
-        """Zeros in memory of the host. `crosses`: whether the device copies from or to it. Other memory is not
-        pinned: that takes long, and is nobody else's any more."""
+        """Zeros in memory of the host. `crosses`: whether the device copies from or to it. Other memory is
+        not pinned: to pin takes long, and what is pinned nobody else can have."""
         if not crosses:
             return plain.zeros(numel, dtype)
         return flat(numel, dtype, torch.device("cpu"), device_of(self.device).asynchronous)

@@ -19,6 +19,7 @@ from threed.layout_search.layout import Layout, config_of
 from threed.layout_search.short_plan import FORWARDS_FIRST, steady_count
 from threed.layout_search.units import UnitCost
 from threed.planner.facts import make_mesh
+from threed.prediction.host import HostUse, RankBytes, fullest
 from threed.prediction.peak import groups
 from threed.program.instruction import Tier
 from threed.program.summary import gradient_bytes, parameter_bytes
@@ -63,10 +64,10 @@ class MemoryFilter:
         paired, plain = self._kept(layout._replace(pair=True)), self._kept(layout)
         return max(map(add, peaks, map(sub, paired, plain)))
 
-    def host_bytes(self, layout: Layout) -> int:
-        """Of what is off the device, of the ranks of a node."""
-        ranks = round(min(self.hardware.node_ranks, layout.tp * layout.pp * layout.dp))
-        return ranks * max(sum(part.host for part in parts) for parts in self._held(layout))
+    def host_use(self, layout: Layout) -> HostUse:
+        """What is off the device, of the ranks of the fullest node."""
+        rows = [RankBytes(sum(part.host for part in parts), 0) for parts in self._held(layout)]
+        return fullest(make_mesh(config_of(layout, self.config)), self.hardware.node_ranks, rows)
 
     def taken(self, layout: Layout) -> int:
         """Bytes for CUDA, and for the communicators of a rank, the most of any position."""

@@ -72,6 +72,7 @@ class ZeroRun:
         self.step_number = 0  # steps of the run so far
         # optimizer updates so far, for Adam and the learning rate (skipped steps do not count)
         self.updates = 0
+        self.host_threads = 0  # of a step on the host; 0: as many as torch's
         self.waiting: Due | None = None  # of the gradients that wait for their STEP in the next program
         # While a step is verified: (unit, number of elements in which the two computations of its update
         # differ).
@@ -242,7 +243,8 @@ class ZeroRun:
         mean = part.layout.placed[0].parameter.counted * self.config.tokens_per_step
         if part.unit.optimizer:
             config = replace(config, name=part.unit.optimizer)
-        return [(Update(config, due.lr, due.update, segment.decay, due.clipped.scale, mean),
+        threads = self.host_threads if part.unit.state_home != Tier.DEVICE else 0
+        return [(Update(config, due.lr, due.update, segment.decay, due.clipped.scale, mean, threads),
                  View(part.range(master, segment), part.range(gradient, segment),
                       {name: part.range(each, segment) for name, each in buffers.items()}),
                  part.range(out, segment) if out is not None else None) for segment in part.segments()]

@@ -30,7 +30,7 @@ from threed.program.plan import Plan
 from threed.program.seam import seam_of
 from threed.program.walk import Mode, all_meet, in_turn, walk
 
-SPREAD = ("1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v", "partition", "delayed", "contiguous", "tiles")
+SPREAD = ("1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v", "partition", "overlap", "contiguous", "tiles")
 
 
 @cache
@@ -142,7 +142,7 @@ def test_two_programs_as_one():
             (first, then) for then, row in enumerate(both.producers) for first in row}
 
 
-@pytest.mark.parametrize("name", ["1f1b", "zb-v", "delayed"])
+@pytest.mark.parametrize("name", ["1f1b", "zb-v", "overlap"])
 def test_digest(name):
     """A digest that is not of the whole plan, or is another one than versions before gave to it."""
     plan = plan_of(name)

@@ -217,11 +217,15 @@ class Gradient:
         """Copy the reduced gradient to the host: for its STEP, or to be added to what was reduced before in
         this step."""
         before, self.reduced = self.reduced, self._update.offload(self.reduced, self._what)
-        if not self.streams:
-            self.host = self.storage.host_grads.take(self.part.count)
-        shard, host = self.shard, self.host
+        shard = self.shard
         if self.streams:
             self.storage.gshards.give(shard)
+        elif self.storage.one_memory:  # the next to add to it is a backward, which waits for this STEP
+            self.host = shard
+            return _nothing
+        else:
+            self.host = self.storage.host_grads.take(self.part.count)
+        host = self.host
         if before is not Reduced.BOTH:
             return lambda: copy(host, shard)
         return Waiting(lambda: self.storage.add_to(host, shard))
@@ -235,13 +239,17 @@ class Gradient:
     def step(self) -> torch.Tensor:
         """Its values are applied: after this STEP they are not read again."""
         self.reduced = self._update.step(self.reduced, self._what)
-        if self.away and not self.streams:
+        if self.away and not self.streams and self.host is not self.shard:
             self.storage.host_grads.give(self.host)
         return self.host if self.away else self.shard
 
     def drop(self) -> None:
         """It is never applied."""
         self.reduced = DROP(self.reduced, self._what)
+
+
+def _nothing() -> None:
+    """The copy between two tiers that are one memory."""
 
 
 def _hook(adder: weakref.WeakMethod, number: int,

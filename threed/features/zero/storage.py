@@ -53,6 +53,12 @@ class Storage(NamedTuple):
                    Disk(str(config.offload.nvme_path), comm.rank) if uses_disk else None, weight_grads)
 
     @property
+    def one_memory(self) -> bool:
+        """Whether the device's memory is the host's, as on a CPU: then nothing is copied between them that
+        computation leaves alone until the copy is given back."""
+        return not device_of(self.device).asynchronous
+
+    @property
     def files(self) -> Disk:
         """The disk, which must be in use."""
         assert self.disk is not None

@@ -39,7 +39,6 @@ SMALL = ["model.layers=2", "model.hidden=16", "model.heads=4", "model.seq_len=8"
          "model.vocab_multiple=16",
          "train.global_batch_size=4", "train.steps=8", "checkpoint.every=1"]
 PP, TP, DP = ["parallel.pp=2"], ["parallel.tp=2"], ["parallel.dp=2"]
-DELAYED = ["offload.optimizer=cpu", "offload.delayed_update=true", "offload.warmup=1"]
 FILES = "offload.nvme_path=/tmp"
 
 
@@ -93,7 +92,10 @@ WAYS = {
     "no-master": [*DP, "zero.stage=1", "precision.dtype=bf16", "precision.master=none"],
     "cpu": [*DP, "zero.stage=2", "offload.optimizer=cpu"],
     "parameters": [*DP, "zero.stage=3", "offload.optimizer=cpu", "offload.parameters=cpu"],
-    "delayed": [*DP, "zero.stage=1", *DELAYED], "zb-h1": [*PP, "parallel.schedule=zb-h1"],
+    "overlap": [*DP, "zero.stage=1", "offload.optimizer=cpu"],
+    "no-overlap": [*DP, "zero.stage=1", "offload.optimizer=cpu", "offload.overlap=none"],
+    "gradients": [*DP, "zero.stage=2", "offload.optimizer=cpu", "offload.gradients=host"],
+    "zb-h1": [*PP, "parallel.schedule=zb-h1"],
 }
 
 

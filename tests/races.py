@@ -18,7 +18,6 @@ from threed.program.instruction import MESSAGES, Op, Slot, Tier
 from threed.program.link import Program
 from threed.program.table import Table
 
-
 # A gradient as it is made and reduced; the last ones are parts of the first, or have memory of their own.
 _GRADIENTS = ("wgrad", "gpart", "gfull", "gshard", "gprev")
 

@@ -24,7 +24,7 @@ from threed.base.errors import InputError, RunError
 from threed.checkpoint import format as formats
 from threed.checkpoint import load as loading
 from threed.checkpoint import save as saving
-from threed.checkpoint.choose import notes
+from threed.checkpoint.choose import notes, read_manifest
 from threed.checkpoint.lineage import Lineage
 from threed.checkpoint.load import resume
 from threed.checkpoint.save import Saver, SaveStage
@@ -530,6 +530,23 @@ def test_a_manifest_of_somebody_else(change, source, tmp_path):
     values = {key: value for key, value in manifest(copy).items() if key != "checksum"}
     (copy / "manifest.json").write_text(formats.seal({**values, **change}))
     refused(named(at(tmp_path / "run"), copy), "cannot be used|is damaged|is of another model")
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_gradients_that_wait(trains, source, tmp_path):
+    """An earlier version could save gradients for its next step to apply, which this one would drop: it says
+    so. Who wants the weights alone has them."""
+    copy = tmp_path / "copy"
+    shutil.copytree(source, copy)
+    values = {key: value for key, value in manifest(copy).items() if key != "checksum"}
+    values["config"]["offload"] |= {"delayed_update": True, "warmup": 1}
+    (copy / "manifest.json").write_text(formats.seal({**values, "waiting": {"loss": 1, "scale": 1}}))
+    config = named(at(tmp_path / "run"), copy)
+    if trains:
+        refused(config, "holds gradients that its next step was to apply, a step late .* resume from one "
+                        "that was saved before the first delayed step or after the last")
+    else:
+        assert read_manifest(copy, config, trains=False)["step"] == values["step"]
 
 
 def test_no_proof_is_no_load(source, tmp_path):

@@ -121,7 +121,8 @@ def test_fresh_adapters_change_no_bit(model, mesh, monkeypatch):
 
 
 @pytest.mark.parametrize("others", [["zero.stage=3"],
-                                    ["offload.optimizer=cpu"], ["offload.optimizer=cpu", "offload.overlap=none"]])
+                                    ["offload.optimizer=cpu"],
+                                    ["offload.optimizer=cpu", "offload.overlap=none"]])
 def test_a_step_that_is_computed_twice(others, drawn):
     """A rehearsal leaves nothing behind, and sees no difference."""
     config = tiny(*SMALL, *LLAMA, *DP, *PP, *others)

@@ -61,9 +61,9 @@ def by_tier(engine: Engine) -> dict[str, Storages]:
     """Storages of a rank, by what the plan counts them as."""
     shared, states = engine.storage, list(engine.states.values())
     of: dict[str, list] = {
-        "buffer_bytes": [shared.params, shared.grads, shared.pshards, shared.gshards,
-                         engine.zero._staging],
-        "host_bytes": [shared.host_weights, shared.host_states, shared.host_grads, shared.adding, kept(engine), *(
+        "buffer_bytes": [shared.params, shared.grads, shared.pshards, shared.gshards, engine.zero._staging],
+        "host_bytes": [shared.host_weights, shared.host_states, shared.host_grads, shared.adding,
+                       kept(engine), *(
             thing for state in states for thing in on_host(state))],
         "parameter_bytes": [state.weights.at_home for state in states
                             if state.part.unit.weight_home == "device"],

@@ -39,7 +39,8 @@ PASSES: dict[Op, tuple[str, ...]] = {
 
 
 @pytest.mark.parametrize(
-    "overrides", [[], CPU, [*CPU, *FULL], ["offload.optimizer=cpu"], ["offload.optimizer=cpu", "offload.overlap=none"],
+    "overrides", [[], CPU, [*CPU, *FULL], ["offload.optimizer=cpu"],
+                  ["offload.optimizer=cpu", "offload.overlap=none"],
                   ["parallel.split_messages=on"], TRAVEL,
                   [*TRAVEL, "model.by=gather", "zero.stage=3"]], ids=str)
 def test_each_instruction_has_its_pass(overrides):

@@ -249,8 +249,8 @@ def rooms_of(table: Table) -> dict[str, Callable[[int], int]]:
     """The size of a unit's buffer as its pool counts it: elements, or bytes; whole blocks if a file is read
     into it."""
     part, itemsize = table.shard_numel, table.elements.param
-    return {"states": lambda p: round_up(part(p) * 12, ALIGNMENT), "up": part, "gradients": part, "down": part,
-            "weights": lambda p: round_up(part(p) * itemsize, ALIGNMENT) // itemsize}
+    return {"states": lambda p: round_up(part(p) * 12, ALIGNMENT), "up": part, "gradients": part,
+            "down": part, "weights": lambda p: round_up(part(p) * itemsize, ALIGNMENT) // itemsize}
 
 
 def test_buffers_are_enough_and_no_more(drawn):
@@ -354,8 +354,8 @@ def test_bytes_of_parameters(where):
                                "steps takes its turn anyway"),
     ([*CPU, "offload.overlap=always"], "offload.overlap=always: must be one of"),
     ([*CPU, "offload.overlap=true"], "offload.overlap=True: must be one of"),
-    (["offload.gradients=host"], "offload.gradients=host needs offload.optimizer=cpu or nvme: a gradient goes "
-                                 "to the host where it is stepped there"),
+    (["offload.gradients=host"], "offload.gradients=host needs offload.optimizer=cpu or nvme: a gradient "
+                                 "goes to the host where it is stepped there"),
     (["offload.gradients=device"], "offload.gradients=device needs offload.optimizer=cpu or nvme"),
     ([*CPU, "offload.gradients=host"], "offload.gradients=host needs zero.stage of at least 2, and it is 1"),
     ([*CPU, "offload.gradients=host", "zero.stage=0"], "needs zero.stage of at least 2, and it is 0: below"),

@@ -146,8 +146,7 @@ def references(tmp_path_factory, worker_id):
     def get(config, steps: int = 5):
         model = replace(config.model, loss_chunk=None, fused="off")
         key = str((model, config.precision, config.optimizer, config.train,
-                   config.offload.delayed_update, config.offload.warmup, config.data.document_mask,
-                   config.data.loss_mask, steps))
+                   config.data.document_mask, config.data.loss_mask, steps))
         if key not in by_key:
             path = folder / hashlib.sha256(key.encode()).hexdigest()
             by_key[key] = kept(path, lambda: reference.run(config, steps))

@@ -74,9 +74,10 @@ SETTINGS: dict[str, dict[object, list[str]]] = {
     "offload": {
         "none": [],
         "cpu": ["offload.optimizer=cpu"],
-        "nvme": ["offload.optimizer=nvme", FILES, "offload.gradients=host"],
+        "nvme": ["offload.optimizer=nvme", FILES],
         "cpu+parameters": ["offload.optimizer=cpu", "offload.parameters=cpu", "offload.overlap=none"],
-        "nvme+parameters": ["offload.optimizer=nvme", "offload.parameters=nvme", FILES],
+        "nvme+parameters": ["offload.optimizer=nvme", "offload.parameters=nvme", FILES,
+                            "offload.gradients=host"],
     },
     "activation": {
         "none": [],

@@ -101,8 +101,9 @@ def _spoiling(engine: Engine, handler: Callable) -> Callable:
         else:
             slot = instruction.slot
         value = slots.get(slot) if slot is not None else _streamed(engine, unit)
-        if value is None:
-            return job
+        weights = engine.states[unit].weights
+        if value is None or (instruction.op == Op.FETCH and weights.in_place and value is weights.at_home):
+            return job  # it writes nothing: STEP has
 
         def late() -> None:
             job()

@@ -18,6 +18,9 @@ from threed.program.instruction import MESSAGES, Op, Slot, Tier
 from threed.program.link import Program
 from threed.program.table import Table
 
+# A gradient as it is made and reduced; the last ones are parts of the first, or have memory of their own.
+_GRADIENTS = ("wgrad", "gpart", "gfull", "gshard", "gprev")
+
 
 class Race(NamedTuple):
     first: int
@@ -103,7 +106,11 @@ def _own(slot: Slot, table: Table) -> object:
     """Memory of a slot that has its own. Some slots are parts of others."""
     if slot.kind == "pshard" and slot.tier == Tier.DEVICE and table.parameters[slot.unit].whole:
         return slot._replace(kind="param")
-    if slot.tier == Tier.DEVICE and slot.kind in ("gpart", "gfull", "gshard"):
+    if slot.kind == "gprev" and table.streams(slot.unit):
+        return slot._replace(kind="gshard")
+    if slot.tier == Tier.DEVICE and slot.kind in _GRADIENTS and table.in_place(slot.unit):
+        return "whole gradient", slot.unit
+    if slot.tier == Tier.DEVICE and slot.kind in _GRADIENTS[1:]:
         return "reduced gradient", slot.unit
     return slot
 

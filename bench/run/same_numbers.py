@@ -54,7 +54,7 @@ CASES = {
                           "zero.residency=step"),
     "auto": mesh(1, 2, 2, "auto", "parallel.sequence_parallel=true"),
     "file": mesh(2, 1, 2, "file:{folder}/order.yaml", "model.tie_embeddings=false"),
-    "delayed": mesh(2, 1, 1, "1f1b", "zero.stage=2", "offload.optimizer=cpu", "offload.delayed_update=true"),
+    "overlap": mesh(2, 1, 1, "1f1b", "zero.stage=2", "offload.optimizer=cpu"),
     "tiles": mesh(2, 2, 1, "1f1b", "zero.stage=3", "model.tile_linears=4KiB", "model.tie_embeddings=false",
                   "parallel.sequence_parallel=true"),
     "partition": mesh(1, 2, 2, "1f1b", "activation.policy=full", "activation.partition=true"),

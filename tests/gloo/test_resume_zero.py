@@ -85,40 +85,48 @@ def test_resumed_to_the_bit(name, start, tmp_path):
     assert (len({row["train/loss_scale"] for row in rows(tmp_path / "run")[STOP:]} - {None}) > 1) == fp16
 
 
-DELAYED = [*PP, "offload.delayed_update=true", "offload.warmup=2", "checkpoint.every=1", "checkpoint.keep=0"]
-DELAYED_RUNS = {
-    "cpu": [*DELAYED, *CPU, "zero.stage=2"],
-    "nvme-bf16": [*DELAYED, *NVME, "zero.stage=1", "precision.dtype=bf16"],
-    "fp16-stage-3": [*DELAYED, *CPU, *FP16, "zero.stage=3", "precision.hysteresis=1"],
+OVERLAP = [*PP, "checkpoint.every=1", "checkpoint.keep=0"]
+OVERLAP_RUNS = {
+    "cpu": [*OVERLAP, *CPU, "zero.stage=2"],
+    "nvme-bf16": [*OVERLAP, *NVME, "zero.stage=1", "precision.dtype=bf16"],
+    "fp16-stage-3": [*OVERLAP, *CPU, *FP16, "zero.stage=3", "precision.hysteresis=1"],
 }
 
 
-@pytest.mark.parametrize("name", DELAYED_RUNS)
-def test_delayed_updates_are_resumed_to_the_bit(name, start, tmp_path):
-    """From a checkpoint before the first delayed step, after it, and in between: what waits to be applied is
-    in it, with the scale that it must be applied with."""
-    start("unbroken", f"train.steps={STEPS}", *DELAYED_RUNS[name])
-    wanted = manifest(tmp_path / "unbroken", STEPS)
-    assert wanted["waiting"] is None and manifest(tmp_path / "unbroken", STOP)["waiting"]
+@pytest.mark.parametrize("name", OVERLAP_RUNS)
+def test_updates_that_wait_are_resumed_to_the_bit(name, start, tmp_path):
+    """From a checkpoint after any step: the update that the next step would have begun with is in it. And a
+    run whose checkpoints come in between has the numbers of one without them, and of one that updates at the
+    end of each step."""
+    start("unbroken", f"train.steps={STEPS}", *OVERLAP_RUNS[name])
+    start("seldom", f"train.steps={STEPS}", *OVERLAP_RUNS[name], "checkpoint.every=100")
+    start("none", f"train.steps={STEPS}", *OVERLAP_RUNS[name], "offload.overlap=none")
+    wanted, seen = manifest(tmp_path / "unbroken", STEPS), rows(tmp_path / "unbroken")
+    assert rows(tmp_path / "seldom") == rows(tmp_path / "none") == seen
+    kept = ("updates", "skipped", "loss_scaler", "waiting", "parameters")
+    for other in ("seldom", "none"):
+        assert {key: manifest(tmp_path / other, STEPS)[key] for key in kept} == {
+            key: wanted[key] for key in kept}, other
     for step in (1, 3, STOP):
         before = tmp_path / "unbroken" / "checkpoints" / f"step-{step:08d}"
-        start(f"run-{step}", f"train.steps={STEPS}", *DELAYED_RUNS[name], f"train.resume={before}")
-        assert rows(tmp_path / f"run-{step}") == rows(tmp_path / "unbroken")[step:]
+        assert manifest(tmp_path / "unbroken", step)["waiting"] is None
+        start(f"run-{step}", f"train.steps={STEPS}", *OVERLAP_RUNS[name], f"train.resume={before}")
+        assert rows(tmp_path / f"run-{step}") == seen[step:]
         resumed = manifest(tmp_path / f"run-{step}", STEPS)
-        for key in ("updates", "skipped", "loss_scaler", "waiting", "parameters"):
+        for key in kept:
             assert resumed[key] == wanted[key], (step, key)
 
 
-def test_what_waits_goes_to_another_mesh_and_nowhere_else(start, tmp_path):
-    """A run without delayed updates would drop the gradients that wait; another mesh and tier apply them."""
-    start("first", "train.steps=5", *DELAYED, *CPU, "zero.stage=2")
+def test_a_checkpoint_goes_to_another_mesh_and_tier(start, tmp_path):
+    """What waited when it was saved is applied there, too."""
+    start("first", "train.steps=5", *OVERLAP, *CPU, "zero.stage=2")
     at = f"train.resume={tmp_path / 'first' / 'checkpoints' / 'step-00000003'}"
-    dropped = start("dropped", "train.steps=5", *PP, *CPU, "zero.stage=2", at, status=2)
-    assert ("holds gradients that its next step was to apply; go on with "
-            "offload.delayed_update=true") in dropped.output
-    start("other", "train.steps=5", *DELAYED, *NVME, "zero.stage=3", at, "parallel.dp=1", "parallel.pp=4")
-    wanted, losses = ([row["train/loss"] for row in metrics(tmp_path / name)] for name in ("first", "other"))
-    assert losses == pytest.approx(wanted[3:], rel=1e-5)
+    start("device", "train.steps=5", *PP, "zero.stage=2", at)
+    start("other", "train.steps=5", *OVERLAP, *NVME, "zero.stage=3", at, "parallel.dp=1", "parallel.pp=4")
+    wanted, *others = ([row["train/loss"] for row in metrics(tmp_path / name)]
+                       for name in ("first", "device", "other"))
+    for losses in others:
+        assert losses == pytest.approx(wanted[3:], rel=1e-5)
 
 
 def test_a_skipped_step(start, tmp_path):

@@ -24,7 +24,7 @@ from threed.base.errors import InputError, RunError
 from threed.checkpoint import format as formats
 from threed.checkpoint import load as loading
 from threed.checkpoint import save as saving
-from threed.checkpoint.choose import notes
+from threed.checkpoint.choose import notes, read_manifest
 from threed.checkpoint.lineage import Lineage
 from threed.checkpoint.load import resume
 from threed.checkpoint.save import Saver, SaveStage
@@ -39,7 +39,6 @@ SMALL = ["model.layers=2", "model.hidden=16", "model.heads=4", "model.seq_len=8"
          "model.vocab_multiple=16",
          "train.global_batch_size=4", "train.steps=8", "checkpoint.every=1"]
 PP, TP, DP = ["parallel.pp=2"], ["parallel.tp=2"], ["parallel.dp=2"]
-DELAYED = ["offload.optimizer=cpu", "offload.delayed_update=true", "offload.warmup=1"]
 FILES = "offload.nvme_path=/tmp"
 
 
@@ -93,7 +92,10 @@ WAYS = {
     "no-master": [*DP, "zero.stage=1", "precision.dtype=bf16", "precision.master=none"],
     "cpu": [*DP, "zero.stage=2", "offload.optimizer=cpu"],
     "parameters": [*DP, "zero.stage=3", "offload.optimizer=cpu", "offload.parameters=cpu"],
-    "delayed": [*DP, "zero.stage=1", *DELAYED], "zb-h1": [*PP, "parallel.schedule=zb-h1"],
+    "overlap": [*DP, "zero.stage=1", "offload.optimizer=cpu"],
+    "no-overlap": [*DP, "zero.stage=1", "offload.optimizer=cpu", "offload.overlap=none"],
+    "gradients": [*DP, "zero.stage=2", "offload.optimizer=cpu", "offload.gradients=host"],
+    "zb-h1": [*PP, "parallel.schedule=zb-h1"],
 }
 
 
@@ -528,6 +530,23 @@ def test_a_manifest_of_somebody_else(change, source, tmp_path):
     values = {key: value for key, value in manifest(copy).items() if key != "checksum"}
     (copy / "manifest.json").write_text(formats.seal({**values, **change}))
     refused(named(at(tmp_path / "run"), copy), "cannot be used|is damaged|is of another model")
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_gradients_that_wait(trains, source, tmp_path):
+    """An earlier version could save gradients for its next step to apply, which this one would drop: it says
+    so. Who wants the weights alone has them."""
+    copy = tmp_path / "copy"
+    shutil.copytree(source, copy)
+    values = {key: value for key, value in manifest(copy).items() if key != "checksum"}
+    values["config"]["offload"] |= {"delayed_update": True, "warmup": 1}
+    (copy / "manifest.json").write_text(formats.seal({**values, "waiting": {"loss": 1, "scale": 1}}))
+    config = named(at(tmp_path / "run"), copy)
+    if trains:
+        refused(config, "holds gradients that its next step was to apply, a step late .* resume from one "
+                        "that was saved before the first delayed step or after the last")
+    else:
+        assert read_manifest(copy, config, trains=False)["step"] == values["step"]
 
 
 def test_no_proof_is_no_load(source, tmp_path):

@@ -66,7 +66,8 @@ SETTINGS = [
     ["activation.policy=selective", "activation.pieces=[attention,norm,mlp_act]"],
     [*ZERO3, "model.layers=5", "train.global_batch_size=6"],  # a buffer more or less than the last time
     [*ZERO3, "offload.optimizer=cpu", "offload.parameters=cpu"],
-    ["zero.stage=1", "offload.optimizer=cpu", "offload.delayed_update=true"],
+    ["zero.stage=1", "offload.optimizer=cpu"],
+    ["zero.stage=1", "offload.optimizer=cpu", "offload.overlap=none"],
     OFFLOADED, ["parallel.pp=2", "activation.policy=full", "activation.contiguous=true"],
     ["model.lora_rank=4", "parallel.schedule=zb-h1", "parallel.pp=2", "parallel.tp=2", *ZERO3, *FEW],
     ["parallel.pp=2", "train.eval_every=1", "run.verify_every=2"],

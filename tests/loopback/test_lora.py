@@ -57,7 +57,8 @@ CELLS = {
                          "zero.residency=2"],
     "3-nvme-parameters": [*LEARNED, *DP, "zero.stage=3", "offload.optimizer=nvme", "offload.parameters=nvme",
                           FILES, "precision.dtype=bf16"],
-    "1-delayed": [*LLAMA, *DP, *PP, "zero.stage=1", "offload.optimizer=cpu", "offload.delayed_update=true"],
+    "1-overlap": [*LLAMA, *DP, *PP, "zero.stage=1", "offload.optimizer=cpu"],
+    "1-no-overlap": [*LLAMA, *DP, *PP, "zero.stage=1", "offload.optimizer=cpu", "offload.overlap=none"],
     "2-pieces-bf16": [*LLAMA, *SP, *DP, "zero.stage=2", *PIECES, "precision.dtype=bf16"],
     "3-small-fp16-groups": [*LLAMA, "parallel.dp=4", "zero.shard_size=2", "zero.stage=3",
                             "zero.persist_below=64", "precision.dtype=fp16", "precision.loss_scale=1024",
@@ -120,7 +121,8 @@ def test_fresh_adapters_change_no_bit(model, mesh, monkeypatch):
 
 
 @pytest.mark.parametrize("others", [["zero.stage=3"],
-                                    ["offload.optimizer=cpu", "offload.delayed_update=true"]])
+                                    ["offload.optimizer=cpu"],
+                                    ["offload.optimizer=cpu", "offload.overlap=none"]])
 def test_a_step_that_is_computed_twice(others, drawn):
     """A rehearsal leaves nothing behind, and sees no difference."""
     config = tiny(*SMALL, *LLAMA, *DP, *PP, *others)

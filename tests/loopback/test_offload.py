@@ -6,7 +6,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from threed.comm.group import Comm
 from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
 from threed.engine.underway import UnderWay
+from threed.features.zero.storage import Storage
 from threed.planner import make_mesh, make_plan
 from threed.program.analysis import Analysis
 from threed.program.instruction import COMPUTE, Instruction, Op
@@ -72,13 +75,13 @@ def works(row: list) -> bool:
 
 def composed(path: Path, tier: str, stage: int, ratio: float, schedule: str, mesh: str, tied: bool,
              precision: str,
-             activation: str) -> Config:
+             activation: str, *others: str) -> Config:
     dp, over = MESHES[mesh]
     virtual = ["parallel.virtual_stages=2"] if schedule in ("interleaved", "breadth-first") else []
     return small(path, stage, *TIERS[tier], f"offload.ratio={ratio}", f"parallel.schedule={schedule}",
                  *virtual, *over,
-                 f"model.tie_embeddings={tied}", *PRECISIONS[precision], *ACTIVATIONS[activation], dp=dp,
-                 micro_batches=4 if schedule == "dualpipe-v" else 3)
+                 f"model.tie_embeddings={tied}", *PRECISIONS[precision], *ACTIVATIONS[activation], *others,
+                 dp=dp, micro_batches=4 if schedule == "dualpipe-v" else 3)
 
 
 SAMPLE = [tuple(row) for row in AllPairs(list(AXES.values()), filter_func=works)]
@@ -111,6 +114,12 @@ def test_product(number, row, references, tmp_path):
 # ---------------------------------------------------------------- settings that meet offload
 
 VARIANTS = {
+    "gradients-1": (2, ["zero.reduce_every=1", "offload.gradients=host"]),
+    "gradients-2": (2, ["zero.reduce_every=2", "offload.gradients=host", "offload.overlap=none"]),
+    "gradients-step": (2, ["zero.reduce_every=step", "offload.gradients=host"]),
+    "3-gradients-1": (3, ["zero.reduce_every=1", "offload.gradients=host"]),
+    "3-gradients-2": (3, ["zero.reduce_every=2", "offload.gradients=host", "offload.ratio=0.5"]),
+    "3-no-overlap": (3, ["offload.overlap=none"]),
     "reduce-every-1": (2, ["zero.reduce_every=1"]),
     "reduce-every-2": (2, ["zero.reduce_every=2"]),
     "reduce-every-step": (2, ["zero.reduce_every=step"]),
@@ -238,7 +247,7 @@ def test_a_skipped_step_changes_nothing(tier, tmp_path):
     run_loopback(plan, make_mesh(config), work)
 
 
-@pytest.mark.parametrize("others", [[*CPU, "offload.delayed_update=true"], NVME_BOTH, ["zero.shard_size=2"]],
+@pytest.mark.parametrize("others", [CPU, [*CPU, "offload.overlap=none"], NVME_BOTH, ["zero.shard_size=2"]],
                          ids=str)
 def test_for_whom_a_rank_waits(others, tmp_path):
     """A report of a failure or a hang that fails itself: each instruction has its peers or none, and so has
@@ -267,90 +276,99 @@ def test_for_whom_a_rank_waits(others, tmp_path):
     run_loopback(plan, make_mesh(config), work)
 
 
-# ---------------------------------------------------------------- delayed updates
+# ---------------------------------------------------------------- when the host steps, and where it adds
 
-DELAYED_AXES: dict[str, list] = {
-    "tier": ["cpu", "nvme"],
+OVERLAP_AXES: dict[str, list] = {
+    "tier": list(TIERS),
     "stage": [3, 0, 1, 2],
-    "warmup": [0, 1, 2, 5],
-    "end": ["waiting", "drained"],
+    "overlap": ["next", "none"],
+    "gradients": ["device", "host"],
     **{axis: AXES[axis] for axis in ("schedule", "mesh", "tied", "precision", "activation")},
 }
 
 
-def delayed_works(row: list) -> bool:
-    """What the contract does not refuse, of DELAYED_AXES."""
-    return not (len(row) > 5 and row[1] == 0 and row[5] == "groups")
+def overlap_works(row: list) -> bool:
+    """What the contract does not refuse, of OVERLAP_AXES."""
+    parts = len(row) > 3 and row[3] == "host" and row[1] < 2
+    return works(row[:2]) and not parts and not (len(row) > 5 and row[1] == 0 and row[5] == "groups")
 
 
-DELAYED_PAIRS = [tuple(row) for row in AllPairs(list(DELAYED_AXES.values()), filter_func=delayed_works)]
+OVERLAP_PAIRS = [tuple(row) for row in AllPairs(list(OVERLAP_AXES.values()), filter_func=overlap_works)]
 
 
-@pytest.mark.parametrize("row", DELAYED_PAIRS, ids=lambda row: "-".join(map(str, row)))
-def test_delayed_pairs(row, references, tmp_path):
-    """A gradient that is stepped twice, late, or never; weights that change inside a step. The reference is a
-    plain model that applies each gradient a step later, from the first step that is delayed to the last of
-    the run, which applies two."""
-    tier, stage, warmup, end, schedule, mesh, tied, precision, activation = row
-    config = composed(tmp_path, tier, stage, 1, schedule, mesh, tied, precision, activation)
-    config.offload.delayed_update, config.offload.warmup = True, warmup
-    config.optimizer.clip_grad, config.optimizer.warmup_steps = 1.0, 2
-    if end == "drained":  # as many steps as are compared
-        config.train.steps = 3 if precision == "fp32" else 4
+@pytest.mark.parametrize("row", OVERLAP_PAIRS, ids=lambda row: "-".join(map(str, row)))
+def test_overlap_pairs(row, references, tmp_path):
+    """A gradient that is stepped twice, late, or never, or with another step's rate or factor of clipping;
+    weights that are read before their update."""
+    tier, stage, overlap, gradients, schedule, mesh, tied, precision, activation = row
+    config = composed(tmp_path, tier, stage, 1, schedule, mesh, tied, precision, activation,
+                      f"offload.overlap={overlap}", f"offload.gradients={gradients}",
+                      "optimizer.clip_grad=1.0", "optimizer.warmup_steps=2")
     assert_contract(config, references)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
-def test_delayed_tiers_and_stages_are_equal_to_the_bit(schedule, precision, tmp_path):
-    """Over 8 steps, which run all programs."""
-    over = [f"parallel.schedule={schedule}", "offload.delayed_update=true", "offload.warmup=2",
-            "train.steps=8",
-            "optimizer.clip_grad=1.0", "zero.reduce_every=step", *PRECISIONS[precision]]
-    runs = [loopback(small(tmp_path, stage, *TIERS[tier],
-                           *(text for text in over if stage >= 2 or "reduce" not in text)), 8)
-            for stage, tier in ((0, "cpu"), (1, "cpu"), (2, "nvme"), (3, "cpu"), (3, "nvme"))]
-    same_bits(runs)
+def test_tiers_stages_and_overlaps_are_equal_to_the_bit(schedule, precision, tmp_path):
+    """Over 8 steps, all of them, and with no offload."""
+    over = [f"parallel.schedule={schedule}", "train.steps=8", "optimizer.clip_grad=1.0",
+            "zero.reduce_every=step", *PRECISIONS[precision]]
+
+    def run(stage: int, *others: str) -> Ranks:
+        mine = [text for text in over if stage >= 2 or "reduce" not in text]
+        return loopback(small(tmp_path, stage, *mine, *others), 8)
+
+    same_bits([run(1), *(run(stage, *TIERS[tier], f"offload.overlap={overlap}") for stage, tier, overlap in (
+        (0, "cpu", "next"), (1, "cpu", "next"), (1, "cpu", "none"), (2, "nvme", "next"), (3, "cpu", "next"),
+        (3, "cpu-both", "next"), (3, "nvme-both", "next"), (3, "nvme", "none")))])
 
 
-def test_a_delayed_step_hides_the_host(tmp_path):
-    """The point of it: with a slow host, predicted, the step is as long as without it."""
-    config = small(tmp_path, 2, *CPU)
-    sections = (dataclasses.replace(config.offload, delayed_update=delayed) for delayed in (False, True))
-    plain, late = (make_plan(dataclasses.replace(config, offload=section)) for section in sections)
+def test_a_step_hides_the_host(tmp_path):
+    """The point of it: where a group of micro-batches takes longer through a unit than the host's step of it,
+    only the first unit's step is seen, predicted; else all of them are."""
+    config = small(tmp_path, 3, *CPU_BOTH, "parallel.schedule=vertical", "model.tie_embeddings=false", pp=1,
+                   micro_batches=4)
+    sections = (dataclasses.replace(config.offload, overlap=overlap) for overlap in ("none", "next"))
+    after, beside = (make_plan(dataclasses.replace(config, offload=section)) for section in sections)
 
     def cost(_: int, instruction: Instruction) -> float:
-        return 1.0 if instruction.op in COMPUTE else 4.0 if instruction.op == Op.STEP else 0.0
+        return 1.0 if instruction.op in COMPUTE else 3.0 if instruction.op == Op.STEP else 0.0
 
-    steps = [timeline(Analysis(plan), cost=cost).total_s for plan in (plain, late)]
-    alone = timeline(Analysis(plain),
+    steps = [timeline(Analysis(plan), cost=cost).total_s for plan in (after, beside)]
+    alone = timeline(Analysis(after),
                      cost=lambda at, item: cost(at, item) if item.op in COMPUTE else 0.0).total_s
-    assert steps[1] < steps[0] and steps[1] == alone
+    assert steps == [alone + 3.0 * len(after.table.parameters), alone + 3.0]
 
 
-def test_a_skipped_delayed_step(tmp_path):
-    """Two overflows, then none: each skipped update is applied a step late, as nothing. The count of updates
-    follows what is applied."""
+def test_a_skipped_step_that_waits(tmp_path):
+    """Overflows, then none: each update comes with the next step, and of a skipped one nothing. The count of
+    updates, and with it the rate, is that of the step whose gradients they are."""
     config = small(tmp_path, 2, "precision.dtype=fp16", f"precision.initial_loss_scale={2.0**24}",
-                   "precision.hysteresis=1",
-                   *CPU, "offload.delayed_update=true", "train.steps=20")
+                   "precision.hysteresis=1", *CPU, "train.steps=20")
     plan = make_plan(config)
 
     def work(comm: Comm) -> list[tuple[bool, bool, int]]:
         engine, seen = Engine(config, plan, comm), []
-        for step in range(20):
+
+        def moved(act: Callable[[], Any]) -> tuple[Any, bool]:
             before = [torch.clone(state.optimizer_state.master) for state in engine.states.values()]
-            clipped, _ = engine.train_step(batches(config, comm, step))
-            moved = any(not weights.equal(state.optimizer_state.master)
-                        for weights, state in zip(before, engine.states.values(), strict=True))
-            seen.append((clipped.finite, moved, engine.zero.updates))
+            result = act()
+            return result, any(not weights.equal(state.optimizer_state.master)
+                               for weights, state in zip(before, engine.states.values(), strict=True))
+
+        for step in range(20):
+            (clipped, _), changed = moved(lambda step=step: engine.train_step(batches(config, comm, step)))
+            seen.append((clipped.finite, changed, engine.zero.updates))
+        seen.append((False, moved(engine.settle)[1], engine.zero.updates))
+        assert not moved(engine.settle)[1], "there is nothing to settle"
         return seen
 
-    for seen in run_loopback(plan, make_mesh(config), work):
+    for *seen, last in run_loopback(plan, make_mesh(config), work):
         finite = [each for each, _, _ in seen]
         assert not finite[0] and sum(finite) > 8
-        assert [moved for _, moved, _ in seen] == [False, *finite[:-2], True]  # the last applies its own, too
-        assert [updates for *_, updates in seen] == [sum(finite[:step]) for step in range(19)] + [sum(finite)]
+        assert [moved for _, moved, _ in seen] + [last[1]] == [False, *finite]
+        assert [updates for *_, updates in seen] == [sum(finite[:step + 1]) for step in range(20)]
+        assert last[2] == sum(finite)
 
 
 # ---------------------------------------------------------------- under hostile timing
@@ -364,14 +382,22 @@ HOSTILE = {
     "stage-3-window": (3, NVME_BOTH, ["zero.residency=2", "parallel.schedule=zb-v"]),
     "stage-3-bf16": (3, NVME_BOTH, [*BF16, "zero.reduce_every=2"]),
     "stage-3-recompute": (3, TIERS["state-on-disk"], ACTIVATIONS["cpu"]),
+    "stage-1-no-overlap": (1, CPU, ["offload.overlap=none", "optimizer.clip_grad=0.5"]),
+    "stage-2-gradients": (2, CPU, ["offload.gradients=host", "zero.reduce_every=1"]),
+    "stage-3-gradients": (3, CPU_BOTH, ["offload.gradients=host", "zero.reduce_every=2",
+                                        "offload.ratio=0.5"]),
     "stage-3-persist": (3, TIERS["weights-on-disk"], ["zero.persist_below=100", "zero.residency=stage"]),
 }
 
 
+@pytest.mark.parametrize("copies", [False, True])
 @pytest.mark.parametrize("name", HOSTILE)
-def test_late_lanes(name, references, tmp_path, monkeypatch):
+def test_late_lanes(name, copies, references, tmp_path, monkeypatch):
     """A wait that is missing: a gradient that is overwritten before it is down, a weight that is gathered
-    before it is up, a buffer that is used again before it is on disk."""
+    before it is up, a buffer that is used again before it is on disk. `copies`: between the tiers there are
+    copies, as on a GPU."""
     be_late(monkeypatch, seed=3)
+    if copies:
+        monkeypatch.setattr(Storage, "one_memory", False)
     stage, tier, others = HOSTILE[name]
     assert_contract(small(tmp_path, stage, *tier, *others), references)

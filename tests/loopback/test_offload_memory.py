@@ -34,8 +34,13 @@ CASES = {
     "cpu-0": ["zero.stage=0", CPU],
     "cpu-1-bf16-pp": ["zero.stage=1", CPU, BF16, "parallel.pp=2"],
     "cpu-2": ["zero.stage=2", CPU],
-    "cpu-2-delayed": ["zero.stage=2", CPU, BF16, "offload.delayed_update=true"],
-    "nvme-1-delayed-pp": ["zero.stage=1", NVME, "parallel.pp=2", "offload.delayed_update=true"],
+    "cpu-2-bf16": ["zero.stage=2", CPU, BF16],
+    "cpu-2-no-overlap": ["zero.stage=2", CPU, BF16, "offload.overlap=none"],
+    "cpu-2-gradients": ["zero.stage=2", CPU, BF16, "offload.gradients=host"],
+    "cpu-3-gradients-pp": ["zero.stage=3", CPU, ONES, "parallel.pp=2", "offload.gradients=host",
+                           "zero.reduce_every=1"],
+    "nvme-1-no-overlap-pp": ["zero.stage=1", NVME, "parallel.pp=2", "offload.overlap=none"],
+    "nvme-1-pp": ["zero.stage=1", NVME, "parallel.pp=2"],
     "cpu-2-half": ["zero.stage=2", CPU, BF16, "offload.ratio=0.5"],
     "nvme-1": ["zero.stage=1", NVME],
     "nvme-2-bf16-pp": ["zero.stage=2", NVME, BF16, "parallel.pp=2"],
@@ -56,9 +61,9 @@ def by_tier(engine: Engine) -> dict[str, Storages]:
     """Storages of a rank, by what the plan counts them as."""
     shared, states = engine.storage, list(engine.states.values())
     of: dict[str, list] = {
-        "buffer_bytes": [shared.params, shared.grads, shared.pshards, shared.gshards, shared.adding,
-                         engine.zero._staging],
-        "host_bytes": [shared.host_weights, shared.host_states, kept(engine), *(
+        "buffer_bytes": [shared.params, shared.grads, shared.pshards, shared.gshards, engine.zero._staging],
+        "host_bytes": [shared.host_weights, shared.host_states, shared.host_grads, shared.adding,
+                       kept(engine), *(
             thing for state in states for thing in on_host(state))],
         "parameter_bytes": [state.weights.at_home for state in states
                             if state.part.unit.weight_home == "device"],
@@ -71,7 +76,7 @@ def by_tier(engine: Engine) -> dict[str, Storages]:
 
 def on_host(state: UnitState) -> Iterable:
     gradient, unit = state.gradient, state.part.unit
-    yield from (*[gradient.host] * gradient.away, *[gradient.waiting] * gradient.delayed)
+    yield from [gradient.host] * gradient.streams
     if unit.weight_home == "host":
         yield state.weights.at_home
     if unit.state_home == "host":

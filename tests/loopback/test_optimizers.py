@@ -9,7 +9,6 @@ import pytest
 
 from tests.harness import assert_contract, loopback, same_bits, tiny
 from tests.loopback.test_checkpoint import (
-    DELAYED,
     DP,
     FILES,
     at,
@@ -37,7 +36,8 @@ WAYS = {
     "cpu-parameters": [*PLAIN, "zero.stage=3", "offload.optimizer=cpu", "offload.parameters=cpu"],
     "disk": [*PLAIN, "zero.stage=1", "offload.optimizer=nvme", FILES],
     "disk-parameters": [*PLAIN, "zero.stage=3", "offload.optimizer=nvme", "offload.parameters=nvme", FILES],
-    "delayed": [*PLAIN, "zero.stage=2", *DELAYED],
+    "no-overlap": [*PLAIN, "zero.stage=2", "offload.optimizer=cpu", "offload.overlap=none"],
+    "gradients": [*PLAIN, "zero.stage=2", "offload.optimizer=cpu", "offload.gradients=host"],
     "no-master": [*PLAIN, "zero.stage=1", "precision.dtype=bf16", "precision.master=none"],
 }
 OTHERS = [name for name in OPTIMIZERS if name != "adamw"]

@@ -35,7 +35,8 @@ CELLS = {
     "tied": ["parallel.schedule=v-half", "model.tie_embeddings=true"],
     "tied-one-position": ["parallel.pp=1", "parallel.schedule=zb-h1", "model.tie_embeddings=true", *FULL,
                           "model.vocab=30000", "model.layers=2"],
-    "delayed": ["parallel.schedule=zb-v", "offload.optimizer=cpu", "offload.delayed_update=true"],
+    "overlap": ["parallel.schedule=zb-v", "offload.optimizer=cpu"],
+    "no-overlap": ["parallel.schedule=zb-v", "offload.optimizer=cpu", "offload.overlap=none"],
     "verified": ["parallel.schedule=dualpipe-v", "run.verify_every=1", "train.eval_every=1", "zero.stage=2"],
     "one-position": ["parallel.pp=1", "parallel.schedule=1f1b"],
 }

@@ -25,8 +25,9 @@ CASES = {
     "on disk": ["zero.stage=2", "offload.optimizer=nvme", "offload.nvme_path={disk}"],
     "recomputed": ["parallel.tp=2", "activation.policy=full", "activation.partition=true"],
     "pieces": ["parallel.tp=2", "parallel.sequence_parallel=true", "activation.policy=selective"],
-    "delayed": ["zero.stage=2", "offload.optimizer=cpu", "offload.delayed_update=true",
-                "precision.dtype=bf16"],
+    "overlap": ["zero.stage=2", "offload.optimizer=cpu", "precision.dtype=bf16"],
+    "no overlap": ["zero.stage=2", "offload.optimizer=cpu", "offload.overlap=none"],
+    "gradients": ["zero.stage=2", "parallel.dp=2", "offload.optimizer=cpu", "offload.gradients=host"],
 }
 
 

@@ -18,7 +18,7 @@ WEIGHTS_CPU, WEIGHTS_NVME = "offload.parameters=cpu", "offload.parameters=nvme"
 SETTINGS = {
     **{f"zero{stage}": [f"zero.stage={stage}"] for stage in range(4)},
     **{f"zero{stage}-cpu": [f"zero.stage={stage}", CPU] for stage in range(4)},
-    "delayed": ["zero.stage=1", CPU, "offload.delayed_update=true"],
+    "zero2-cpu-host": ["zero.stage=2", CPU, "offload.gradients=host", "parallel.dp=2"],
     "nvme": ["zero.stage=1", NVME, FILES],
     "weights-cpu": ["zero.stage=3", CPU, WEIGHTS_CPU],
     "weights-nvme": ["zero.stage=3", NVME, WEIGHTS_NVME, FILES],
@@ -40,9 +40,11 @@ LEGAL = [
     ("zero1", G, "reduce clip step whole reduce clip drop"),
     ("zero2", G, "whole whole reduce whole reduce sum_copies clip step whole reduce clip step"),
     ("zero3", G, "whole sum_parts reduce clip step"),
-    ("zero1-cpu", G, "reduce offload clip step reduce offload clip step"),
-    ("zero2-cpu", G, "whole reduce offload whole reduce offload clip step"),
-    ("delayed", G, "reduce offload clip wait reduce offload clip wait reduce offload clip step"),
+    ("zero1-cpu", G, "reduce clip offload step reduce clip offload step"),
+    ("zero1-cpu", G, "reduce clip drop reduce clip offload step"),
+    ("zero2-cpu", G, "whole reduce clip offload step whole reduce clip offload step"),
+    ("zero2-cpu-host", G, "whole reduce offload whole reduce offload clip step whole reduce offload clip"),
+    ("zero2-cpu-host", G, "whole reduce offload clip drop whole reduce offload clip step"),
     ("nvme", O, "fetch offload fetch offload"),
 ]
 WRONG = [
@@ -87,12 +89,18 @@ WRONG = [
     ("zero2", G, "whole reduce clip step", "step"),
     ("zero2", G, "whole reduce clip drop", "step"),
     ("zero1-cpu", G, "", "offload"),
-    ("zero1-cpu", G, "reduce offload", "offload"),
-    ("zero1-cpu", G, "reduce", "clip"),  # before it is on the host, where the optimizer steps
-    ("zero2-cpu", G, "whole reduce", "clip"),
-    ("zero2-cpu", G, "whole reduce offload whole reduce", "clip"),
+    ("zero1-cpu", G, "reduce", "offload"),  # before CLIP has read it
+    ("zero1-cpu", G, "reduce clip", "step"),  # before it is on the host, where the optimizer steps
+    ("zero1-cpu", G, "reduce clip", "reduce"),
+    ("zero1-cpu", G, "reduce clip offload", "offload"),
+    ("zero1-cpu", G, "reduce clip offload", "reduce"),  # into what the host's STEP reads
+    ("zero1-cpu", G, "reduce clip offload step", "step"),
+    ("zero2-cpu-host", G, "whole reduce", "clip"),  # before it is on the host, where CLIP reads it
+    ("zero2-cpu-host", G, "whole reduce offload whole reduce", "clip"),
+    ("zero2-cpu-host", G, "whole reduce offload", "offload"),
+    ("zero2-cpu-host", G, "whole reduce offload", "step"),
+    ("zero2-cpu-host", G, "whole reduce offload clip", "offload"),
     ("zero1", G, "reduce", "offload"),  # to a host where nothing steps
-    ("delayed", G, "reduce offload clip wait", "step"),
     ("zero1", O, "", "fetch"),
     ("zero1-cpu", O, "", "fetch"),
     ("zero1-cpu", O, "", "offload"),

@@ -239,8 +239,8 @@ KEYS: dict[str, tuple[list[str], Any, str]] = {  # key -> (where it matters, ano
     "offload.optimizer": ([], "cpu", "plan"),
     "offload.ratio": ([OFFLOADED], 0.5, "plan"),
     "offload.parameters": ([OFFLOADED, "zero.stage=3"], "cpu", "plan"),
-    "offload.delayed_update": ([OFFLOADED], True, "plan, run"),
-    "offload.warmup": ([OFFLOADED, "offload.delayed_update=true"], 2, "run"),
+    "offload.overlap": ([OFFLOADED], "none", "plan"),
+    "offload.gradients": ([OFFLOADED, "zero.stage=2"], "host", "plan, run"),
 }
 
 

@@ -49,12 +49,13 @@ def of_mlp(name: str, dims: int) -> bool:
     return ".mlp" in name and dims > 1
 
 
-@pytest.mark.parametrize("cell", [*CELLS, "delayed", "nvme"])
+@pytest.mark.parametrize("cell", [*CELLS, "overlap", "no-overlap", "nvme"])
 def test_a_kind_has_an_optimizer(cell, monkeypatch, tmp_path):
     """It keeps the buffers of its own optimizer, in memory, on tiers and in snapshots."""
     mlp = UnitKind(lambda config, parameter: of_mlp(parameter.name, len(parameter.shape)), False, "sgd")
     monkeypatch.setitem(unit_kinds.KINDS, "mlp", mlp)
-    more = {"delayed": ["offload.optimizer=cpu", "offload.delayed_update=true", "parallel.dp=2"],
+    more = {"overlap": ["offload.optimizer=cpu", "parallel.dp=2"],
+            "no-overlap": ["offload.optimizer=cpu", "offload.overlap=none", "parallel.dp=2"],
             "nvme": ["offload.optimizer=nvme", f"offload.nvme_path={tmp_path}", "zero.stage=3"]} | CELLS
     config = tiny("model.layers=2", "optimizer.lr=0.02", *more[cell])
     table = make_plan(config).table

@@ -80,13 +80,16 @@ def test_a_rehearsal_leaves_nothing_behind(cell):
 
 
 @pytest.mark.parametrize("overrides", [
-    ["offload.optimizer=cpu", "zero.stage=1"], ["offload.optimizer=cpu", "zero.stage=2", "offload.warmup=1"],
+    ["offload.optimizer=cpu", "zero.stage=1"], ["offload.optimizer=cpu", "zero.stage=2"],
+    ["offload.optimizer=cpu", "zero.stage=2", "offload.overlap=none"],
+    ["offload.optimizer=cpu", "zero.stage=2", "offload.gradients=host", "zero.reduce_every=1"],
+    ["offload.optimizer=cpu", "zero.stage=3", "offload.parameters=cpu", "offload.ratio=0.5"],
     ["offload.optimizer=nvme", FILES, "zero.stage=3", "parallel.schedule=zb-h1"],
     ["offload.optimizer=cpu", "zero.stage=2", "parallel.dp=4", "zero.shard_size=2", "zero.reduce_every=2"],
 ], ids=lambda overrides: "-".join(text.rpartition(".")[2] for text in overrides if text != FILES))
-def test_delayed_updates(overrides):
+def test_updates_that_wait(overrides):
     """What waits from the step before is overwritten by the rehearsal, or stepped in it."""
-    usual = ["parallel.pp=2", "parallel.dp=2", "offload.delayed_update=true", "train.steps=5"]
+    usual = ["parallel.pp=2", "parallel.dp=2", "train.steps=5"]
     config = tiny(*SMALL[:-1], *usual, *overrides)
     same_bits([loopback(config, 5), verified(twice(config), 5)])
 
@@ -314,8 +317,8 @@ def test_a_wrong_sum_of_gradients(stage):
 
 
 @pytest.mark.parametrize("overrides", [[], ["offload.optimizer=cpu"],
-                                       ["offload.optimizer=cpu", "offload.delayed_update=true"]],
-                         ids=["device", "host", "delayed"])
+                                       ["offload.optimizer=cpu", "offload.overlap=none"]],
+                         ids=["device", "overlap", "no-overlap"])
 def test_a_wrong_update(overrides, monkeypatch):
     """Forward and backward are right, and the optimizer's arithmetic is wrong, once."""
     from threed.optim import step as optimizer

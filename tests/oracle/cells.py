@@ -26,7 +26,7 @@ AXES: dict[str, tuple[Any, ...]] = {
              (3, 2, 1)),  # dp, tp, pp
     "schedule": tuple(SCHEDULES),
     "stage": (0, 1, 2, 3),
-    "offload": ("none", "none", "cpu", "nvme", "cpu+parameters", "nvme+parameters", "delayed"),
+    "offload": ("none", "none", "cpu", "nvme", "cpu+parameters", "nvme+parameters", "gradients"),
     "activation": ("none", "full", "every", "selective", "budget", "partition", "cpu", "contiguous"),
     "optimizer": ("adamw", "adamw", "sgd", "lion"),
     "dtype": ("fp32", "fp32", "fp32", "fp32", "fp32", "fp32", "bf16", "bf16", "fp16"),
@@ -268,13 +268,14 @@ class Drawing:
 
     def _offload(self) -> None:
         rng, keys, offload = self.rng, self.keys, self.given["offload"]
-        if offload == "delayed":
-            keys |= {"offload.optimizer": "cpu", "offload.delayed_update": True,
-                     "offload.warmup": rng.choice((0, 1))}
+        if offload == "gradients":  # to the host as soon as they are reduced, where they are reduced often
+            keys |= {"offload.optimizer": "cpu", "offload.overlap": rng.choice(("next", "none")),
+                     "offload.gradients": "host" if keys["zero.stage"] >= 2 else "device"}
         elif offload != "none":
             tier, _, parameters = offload.partition("+")
             keys |= {"offload.optimizer": tier, "offload.parameters": tier if parameters else None,
-                     "offload.ratio": rng.choice((1.0, 1.0, 0.5))}
+                     "offload.ratio": rng.choice((1.0, 1.0, 0.5)),
+                     "offload.overlap": rng.choice(("next", "next", "none"))}
 
     def _activation(self) -> None:
         keys, activation = self.keys, self.given["activation"]

@@ -94,8 +94,7 @@ def recipe_of(cell: Cell) -> Recipe:
         keys["optimizer.name"], keys["optimizer.lr"], (beta1, beta2), keys.get("optimizer.eps", 0.0),
         keys["optimizer.weight_decay"], keys["optimizer.clip_grad"], keys["optimizer.warmup_steps"],
         keys["optimizer.schedule"], keys.get("optimizer.min_lr", 0.0), keys["train.steps"],
-        keys["precision.dtype"], keys.get("optimizer.balance_rate", 0.0),
-        keys["offload.warmup"] if keys.get("offload.delayed_update") else None)
+        keys["precision.dtype"], keys.get("optimizer.balance_rate", 0.0))
 
 
 def mixture_of(cell: Cell) -> Mixture | None:

@@ -13,7 +13,7 @@ and the experts that threed's routers have chosen. It believes neither:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,7 +67,6 @@ class Recipe:
     steps: int = 3
     dtype: str = "fp32"
     balance_rate: float = 0.0  # of biases of routers; 0: they do not move
-    delayed_after: int | None = None  # steps before the first whose update comes a step later; None: none's
 
     def lr_of(self, update: int) -> float:
         """Of update 0, 1, ..."""
@@ -107,7 +106,6 @@ class Oracle:
         self.state: dict[str, dict[str, torch.Tensor]] = {name: {} for name in self.masters}
         self.routers: dict[int, Router] = {}
         self.updates = 0
-        self.waiting: dict[str, torch.Tensor] | None = None
         self.result = Outcome(first={name: value.clone() for name, value in self.masters.items()})
         for block, layer in enumerate(getattr(getattr(self.model, "model", None), "layers", [])):
             gate = getattr(layer.mlp, "gate", None)
@@ -152,22 +150,8 @@ class Oracle:
         if self.recipe.clip and norm > self.recipe.clip:
             grads = {name: grad * (self.recipe.clip / norm) for name, grad in grads.items()}
         rows_of = {block: router.rows for block, router in self.routers.items()}
-        for due in self._due((grads, rows_of)):
-            self._update(*due)
+        self._update(grads, rows_of)
         self._publish()
-
-    def _due(self, made: Any) -> Iterator[Any]:
-        """The gradients that are applied now."""
-        step, after = len(self.result.losses) - 1, self.recipe.delayed_after
-        last = step == self.recipe.steps - 1
-        if after is None or (self.waiting is None and (step < after or last)):
-            yield made
-            return
-        if self.waiting is not None:
-            yield self.waiting
-        if last:
-            yield made
-        self.waiting = None if last else made
 
     @torch.no_grad()
     def _update(self, grads: Mapping[str, torch.Tensor], rows_of: Mapping[int, torch.Tensor]) -> None:

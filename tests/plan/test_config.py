@@ -276,14 +276,6 @@ def test_idle_tiles():
     assert not any("tile" in line for line in warnings(load(None, ["activation.policy=selective"])))
 
 
-def test_idle_delay():
-    """A warning says that delayed updates which begin after the last step do nothing."""
-    late = ["offload.optimizer=cpu", "offload.delayed_update=true", "train.steps=10"]
-    assert any("delayed_update=true does nothing" in line
-               for line in warnings(load(None, [*late, "offload.warmup=9"])))
-    assert not any("delayed_update" in line for line in warnings(load(None, [*late, "offload.warmup=8"])))
-
-
 def test_batch_divides():
     """The message names the three numbers; otherwise samples are dropped in silence."""
     problem = one("train.global_batch_size=10", "train.micro_batch_size=3", "parallel.dp=2")

@@ -31,15 +31,16 @@ PASSES: dict[Op, tuple[str, ...]] = {
     **dict.fromkeys((Op.GATHER, Op.RELEASE), ("partition", "messages in parts", "zero", "travel")),
     Op.REDUCE: ("zero", "travel"),
     Op.EXCHANGE: ("travel",),
-    Op.CLIP: ("zero", "delay", "verify"),
-    Op.STEP: ("zero", "offload the optimizer", "delay"),
+    Op.CLIP: ("zero", "offload the optimizer", "verify"),
+    Op.STEP: ("zero", "offload the optimizer", "settle"),
     **dict.fromkeys((Op.OFFLOAD, Op.FETCH), (
-        "offload activations", "offload the optimizer", "delay", "offload parameters", "snapshot")),
+        "offload activations", "offload the optimizer", "settle", "offload parameters", "snapshot")),
 }
 
 
 @pytest.mark.parametrize(
-    "overrides", [[], CPU, [*CPU, *FULL], ["offload.optimizer=cpu", "offload.delayed_update=true"],
+    "overrides", [[], CPU, [*CPU, *FULL], ["offload.optimizer=cpu"],
+                  ["offload.optimizer=cpu", "offload.overlap=none"],
                   ["parallel.split_messages=on"], TRAVEL,
                   [*TRAVEL, "model.by=gather", "zero.stage=3"]], ids=str)
 def test_each_instruction_has_its_pass(overrides):
@@ -102,8 +103,7 @@ def test_each_slot_and_parameter_unit_has_a_name_in_words():
     parts = ["activation.policy=full", "activation.partition=true", "parallel.sequence_parallel=false"]
     configs = [("toy", ["zero.stage=3", "zero.shard_size=1"]), ("toy", ["zero.shard_size=1", *parts]),
                ("toy", ["parallel.schedule=zb-h1", "train.sample_every=1", "train.sample_prompts=[a]"]),
-               ("toy", ["parallel.split_messages=on", "offload.optimizer=cpu",
-                        "offload.delayed_update=true"]),
+               ("toy", ["parallel.split_messages=on", "offload.optimizer=cpu"]),
                ("toy", ["model.lora_rank=4", "zero.stage=3", "zero.persist_below=1000"]), ("toy-moe", [])]
     seen: dict[str, str] = {}
     for name, overrides in configs:

@@ -96,7 +96,8 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
 
 @pytest.mark.parametrize("others", [[], ["zero.stage=3"],
                                     ["activation.policy=full", "activation.offload=cpu"],
-                                    ["offload.optimizer=cpu", "offload.delayed_update=true"]])
+                                    ["offload.optimizer=cpu"],
+                                    ["offload.optimizer=cpu", "offload.overlap=none"]])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_pass_composes(schedule, others):
     """What comes later in the list needs no change."""

@@ -21,6 +21,7 @@ from threed.program.analysis import Analysis
 from threed.program.buffers import lowered
 from threed.program.effects import effects
 from threed.program.instruction import Instruction, Op, Tier
+from threed.program.names import APPLIES_WAITING, LEAVES_WAITING
 from threed.program.plan import Plan
 from threed.program.summary import stages
 from threed.program.table import Table
@@ -103,6 +104,8 @@ def draw(rng: random.Random) -> Config:
             zero.persist_below = rng.choice((0, 100))
         offload = OffloadConfig(rng.choice(("cpu", "nvme")), rng.choice((0.3, 0.5, 1.0)),
                                 rng.choice(("none", "cpu", "nvme")) if stage == 3 else "none")
+        offload.overlap = rng.choice(("auto", "next", "none"))
+        offload.gradients = rng.choice(("auto", "device", "host") if stage >= 2 else ("auto", "device"))
         if "nvme" in (offload.optimizer, offload.parameters):
             offload.nvme_path = "/disk"
         config = Config(
@@ -126,13 +129,28 @@ class Tiers:
     """A program played by its instructions alone: which units' state and weights are away from home or on the
     device, and what the handlers take from the pools and return."""
 
-    def __init__(self, table: Table):
-        self.table = table
+    def __init__(self, table: Table, position: int, name: str):
+        self.table, self.position, self.name = table, position, name
         self.states: set[int] = set()  # of units that live on disk, on the host now
         self.weights: set[int] = set()  # on the host, on their way up or down
         self.up: set[int] = set()  # parts of offloaded parameters on the device, for a GATHER
         self.gradients: set[int] = set()  # that stream, reduced and not yet down
-        self.down: set[int] = set()  # gradients of this step that came down
+        self.sums: set[int] = set()  # on the host, of gradients that stream
+        self.down: set[int] = set()  # gradients that came down for their STEP
+        self.waits: set[int] = set()  # gradients that wait for the next program
+
+        if name in APPLIES_WAITING:  # the program before has left them
+            self.sums = set(filter(table.streams, self._waiting()))
+            self.waits = self._waiting() - self.sums
+
+    def _waiting(self) -> set[int]:
+        return {slot.unit for slot in self.table.waiting(self.position)}
+
+    def end(self) -> None:
+        """What it leaves is what the next program takes."""
+        left = self._waiting() if self.name in LEAVES_WAITING else set[int]()
+        assert self.sums | self.waits == left
+        assert not any((self.states, self.weights, self.up, self.gradients, self.down))
 
     def play(self, item: Instruction) -> None:
         unit = self.table.parameters.get(item.unit)
@@ -142,9 +160,11 @@ class Tiers:
             and item.group == self.table.parameters[item.unit].shard_group
         ):
             add(self.gradients, item.unit)
+        elif item.op == Op.CLIP and item.gradients == "wait":
+            self.waits |= self._waiting() - self.sums
         elif item.op == Op.STEP and unit is not None and unit.state_home != "device":
-            assert item.unit in self.down and (unit.state_home == "host" or item.unit in self.states)
-            self.down.remove(item.unit)
+            assert unit.state_home == "host" or item.unit in self.states
+            (self.sums if self.table.streams(item.unit) else self.down).remove(item.unit)
             if unit.weight_home != "host":
                 add(self.weights, item.unit)
         elif item.op == Op.GATHER and unit is not None and unit.weight_home != "device":
@@ -154,10 +174,15 @@ class Tiers:
 
     def _move(self, item: Instruction) -> None:
         unit, fetch = self.table.parameters[item.unit], item.op == Op.FETCH
-        if item.kind == "gshard":
+        if item.kind in ("gshard", "gprev"):
             assert not fetch and unit.state_home != "device"
-            self.gradients.discard(item.unit)
-            self.down.add(item.unit)
+            if item.kind == "gprev":
+                self.waits.remove(item.unit)
+            if self.table.streams(item.unit):
+                self.gradients.remove(item.unit)
+                self.sums.add(item.unit)
+            else:
+                add(self.down, item.unit)
         elif (item.kind, item.tier) == ("state", Tier.HOST):
             assert unit.state_home == "disk"
             add(self.states, item.unit) if fetch else self.states.remove(item.unit)
@@ -181,35 +206,43 @@ def test_everything_comes_home(drawn):
     """A FETCH without its OFFLOAD, or twice; a step without its gradient or its state; weights that are not
     brought up."""
     for _, plan in drawn:
-        for program in (program for programs in plan.programs.values() for program in programs):
-            tiers = Tiers(plan.table)
-            for item in program:
-                tiers.play(item)
-            assert not any((tiers.states, tiers.weights, tiers.up, tiers.gradients, tiers.down))
+        for name, programs in plan.programs.items():
+            for position, program in enumerate(programs):
+                tiers = Tiers(plan.table, position, name)
+                for item in program:
+                    tiers.play(item)
+                tiers.end()
 
 
 def test_few_units_are_on_their_way(drawn):
-    """A host that must hold the state of half the model at a time, which the disk was to save."""
-    seen: Counter[int] = Counter()
+    """A host that must hold the state of half the model at a time, which the disk was to save, or pinned
+    gradients of all of it."""
+    seen: dict[str, Counter[int]] = {"states": Counter(), "down": Counter()}
     for config, plan in drawn:
-        for program in plan.programs["train"]:
-            tiers = Tiers(plan.table)
-            for item in program:
-                tiers.play(item)
-                assert len(tiers.states) <= 3 and len(tiers.weights) <= 3
-                assert len(tiers.up) <= (1 + (config.zero.prefetch or 0)) * 2
-                seen[len(tiers.states)] += 1
-    assert seen[3] > 100, "a limit that nothing comes near says nothing"
+        for name in plan.programs.keys() & {"train", "settle"}:
+            for position, program in enumerate(plan.programs[name]):
+                tiers = Tiers(plan.table, position, name)
+                for item in program:
+                    tiers.play(item)
+                    assert len(tiers.states) <= 3 and len(tiers.weights) <= 3 and len(tiers.down) <= 3
+                    assert len(tiers.up) <= (1 + (config.zero.prefetch or 0)) * 2
+                    for kind, counts in seen.items():
+                        counts[len(getattr(tiers, kind))] += 1
+    assert seen["states"][3] > 100 and seen["down"][2] > 100, "a limit that nothing comes near says nothing"
 
 
-def test_steps_of_disk_and_device_overlap():
+@pytest.mark.parametrize("overlap, name", [("next", "train"), ("next", "settle"), ("none", "train")])
+def test_steps_of_disk_and_device_overlap(overlap, name):
     """While one unit is stepped the next is read: in a program where each waits for the previous one nothing
     overlaps."""
-    for program in plan_of(*NVME).programs["train"]:
+    for program in plan_of(*NVME, f"offload.overlap={overlap}").programs[name]:
         steps = [item for item in program if item.op == Op.STEP]
+        assert len(steps) == 8
+        down = "gprev" if overlap == "next" else "gshard"
         for before, step in zip(steps, steps[1:]):
-            fetch = Instruction(Op.FETCH, step.unit, kind="state", tier=Tier.HOST)
-            assert program.index(fetch) < program.index(before)
+            for comes in (Instruction(Op.FETCH, step.unit, kind="state", tier=Tier.HOST),
+                          Instruction(Op.OFFLOAD, step.unit, kind=down)):
+                assert program.index(comes) < program.index(before)
 
 
 def rooms_of(table: Table) -> dict[str, Callable[[int], int]]:
@@ -217,7 +250,7 @@ def rooms_of(table: Table) -> dict[str, Callable[[int], int]]:
     into it."""
     part, itemsize = table.shard_numel, table.elements.param
     return {"states": lambda p: round_up(part(p) * 12, ALIGNMENT), "up": part, "gradients": part,
-            "weights": lambda p: round_up(part(p) * itemsize, ALIGNMENT) // itemsize}
+            "down": part, "weights": lambda p: round_up(part(p) * itemsize, ALIGNMENT) // itemsize}
 
 
 def test_buffers_are_enough_and_no_more(drawn):
@@ -227,40 +260,37 @@ def test_buffers_are_enough_and_no_more(drawn):
         for position in range(table.num_positions):
             rooms = rooms_of(table)
             most: dict[str, Counter[int]] = {name: Counter() for name in rooms}
-            for programs in plan.programs.values():
-                tiers = Tiers(table)
+            for name, programs in plan.programs.items():
+                tiers = Tiers(table, position, name)
                 for item in programs[position]:
                     tiers.play(item)
-                    for name, room in rooms.items():
-                        most[name] |= Counter(map(room, getattr(tiers, name)))
+                    for kind, room in rooms.items():
+                        most[kind] |= Counter(map(room, getattr(tiers, kind)))
             pools = analysis.buffers(position)
             of_size = Counter(map(table.shard_numel, table.held(position)))
-            for name, pool in (("states", pools.host_states), ("weights", pools.host_weights),
+            for kind, pool in (("states", pools.host_states), ("weights", pools.host_weights),
                                ("up", pools.pshards)):
-                assert pool == most[name], name
-            assert pools.gshards == {numel: min(count + 1, of_size[numel])
-                                     for numel, count in most["gradients"].items()}
+                assert pool == most[kind], kind
+            for kind, pool in (("gradients", pools.gshards), ("down", pools.host_grads)):
+                assert pool == {numel: min(count + 1, of_size[numel])
+                                for numel, count in most[kind].items()}, kind
             times = lowered(plan.table, plan.programs["train"][position])
             several = {numel for unit, count in times.items() if count > 1
                        for numel in [table.shard_numel(unit)]}
-            assert pools.adding == max(several, default=0) and several <= pools.gshards.keys()
+            assert pools.adding == 2 * max(several, default=0) and several <= pools.gshards.keys()
 
 
 # ---------------------------------------------------------------- bytes
 
 
 def moved(plan: Plan) -> list[tuple[Counter[str], int]]:
-    """Of each position: bytes by lane in a step, and elements of a rank's shards. The second part of a
-    gradient is added to the first, which comes up and goes down again."""
+    """Of each position: bytes by lane in a step, and elements of a rank's shards."""
     of_positions, rows = [], stages(Analysis(plan))
     for position, program in enumerate(plan.programs["train"]):
         lanes: Counter[str] = Counter()
-        before: set[int] = set()
         for item in program:
             if item.op in (Op.OFFLOAD, Op.FETCH):
-                times = 2 if item.kind == "gshard" and item.unit in before else 1
-                lanes[effects(item, plan.table, position).lane] += moved_by(plan.table, item) * times
-                before |= {item.unit} if item.kind == "gshard" else set()
+                lanes[effects(item, plan.table, position).lane] += moved_by(plan.table, item)
         of_positions.append((lanes, sum(plan.table.shard_numel(p) for p in plan.table.held(position))))
         assert rows[position].moved_bytes == lanes
     return of_positions
@@ -272,19 +302,24 @@ SHAPE = ["parallel.pp=2", "parallel.dp=2", "train.global_batch_size=8"]
 @pytest.mark.parametrize("dtype, weight", [("fp32", 4), ("bf16", 2)])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("tier", ["cpu", "nvme"])
-def test_bytes_of_a_step(tier, stage, dtype, weight):
-    """4 bytes an element of the shard down, weights up; from and to disk 12 each. What comes down more often
-    costs that."""
-    once = ["zero.reduce_every=step"] if stage >= 2 else []
-    common = [*SHAPE, *(CPU if tier == "cpu" else NVME), f"zero.stage={stage}", f"precision.dtype={dtype}"]
+@pytest.mark.parametrize("overlap", ["next", "none"])
+def test_bytes_of_a_step(overlap, tier, stage, dtype, weight):
+    """4 bytes an element of the shard down, weights up; from and to disk 12 each: however often gradients are
+    reduced, no part of one goes down before the last. Where the host adds them each part goes down, and none
+    comes up again."""
+    common = [*SHAPE, *(CPU if tier == "cpu" else NVME), f"zero.stage={stage}", f"precision.dtype={dtype}",
+              f"offload.overlap={overlap}"]
     disk = 12 * (tier == "nvme")
-    for lanes, numel in moved(plan_of(*common, *once)):
-        expected = Counter({"d2h": 4 * numel, "h2d": weight * numel, "read": disk * numel,
-                            "write": disk * numel})
-        assert +lanes == +expected
-    for lanes, numel in moved(plan_of(*common, "model.tie_embeddings=false")):
-        # of 4 micro-batches, the sums of all but the first up and down
-        assert lanes["d2h"] == 4 * numel * (1 + 3 * 2 if stage >= 2 else 1)
+    for often in ([], ["zero.reduce_every=1"], ["zero.reduce_every=step"]) if stage >= 2 else ([],):
+        for lanes, numel in moved(plan_of(*common, *often)):
+            expected = Counter({"d2h": 4 * numel, "h2d": weight * numel, "read": disk * numel,
+                                "write": disk * numel})
+            assert +lanes == +expected
+    for every, times in ((1, 4), (2, 2), (3, 2), ("step", 1)) if stage >= 2 else ():
+        streamed = plan_of(*common, "model.tie_embeddings=false", "offload.gradients=host",
+                           f"zero.reduce_every={every}")
+        for lanes, numel in moved(streamed):  # of 4 micro-batches
+            assert lanes["d2h"] == 4 * numel * times and lanes["h2d"] == weight * numel
 
 
 @pytest.mark.parametrize("where", ["cpu", "nvme"])
@@ -315,14 +350,19 @@ def test_bytes_of_parameters(where):
      "offload.nvme_path=/disk needs offload.optimizer or offload.parameters to be nvme"),
     (["offload.nvme_path=/disk"],
      "offload.nvme_path=/disk needs offload.optimizer or offload.parameters to be nvme"),
-    (["offload.delayed_update=true"], "offload.delayed_update=true needs offload.optimizer=cpu or nvme"),
-    ([*CPU, "offload.delayed_update=true", "offload.ratio=0.5"], "some weights would be an update behind"),
-    ([*CPU, "offload.delayed_update=true", "offload.parameters=cpu", "zero.stage=3"],
-     "set offload.parameters=none"),
-    ([*CPU, "offload.delayed_update=perhaps"], "offload.delayed_update"),
-    ([*CPU, "offload.delayed_update=true", "offload.warmup=-1"],
-     "offload.warmup=-1: must be at least 0"),
-    ([*CPU, "offload.warmup=10"], "offload.warmup=10: must be steps before the first"),
+    (["offload.overlap=next"], "offload.overlap=next needs offload.optimizer=cpu or nvme: what the device "
+                               "steps takes its turn anyway"),
+    ([*CPU, "offload.overlap=always"], "offload.overlap=always: must be one of"),
+    ([*CPU, "offload.overlap=true"], "offload.overlap=True: must be one of"),
+    (["offload.gradients=host"], "offload.gradients=host needs offload.optimizer=cpu or nvme: a gradient "
+                                 "goes to the host where it is stepped there"),
+    (["offload.gradients=device"], "offload.gradients=device needs offload.optimizer=cpu or nvme"),
+    ([*CPU, "offload.gradients=host"], "offload.gradients=host needs zero.stage of at least 2, and it is 1"),
+    ([*CPU, "offload.gradients=host", "zero.stage=0"], "needs zero.stage of at least 2, and it is 0: below"),
+    ([*CPU, "offload.gradients=disk", "zero.stage=2"], "offload.gradients=disk: must be one of"),
+    ([*CPU, "offload.delayed_update=true"], "offload.delayed_update=True: the key is gone: "
+                                            "offload.overlap=next, which is the default, hides"),
+    ([*CPU, "offload.warmup=10"], "offload.warmup=10: the key is gone with offload.delayed_update"),
     ([*CPU, "offload.ratio=0"], "offload.ratio=0.0: must be above 0 and at most 1"),
     ([*CPU, "offload.ratio=2"], "offload.ratio=2.0: must be above 0 and at most 1"),
     ([*CPU, "offload.ratio=-0.5"], "offload.ratio=-0.5: must be above 0 and at most 1"),
@@ -339,3 +379,9 @@ def test_refused(overrides, words):
     with pytest.raises(ConfigError) as caught:
         load(None, [*BASE, *overrides])
     assert words in str(caught.value) and str(caught.value).startswith("1 problem"), str(caught.value)
+
+
+def test_keys_that_are_gone_and_ask_for_nothing():
+    """Configs that checkpoints and run folders of earlier versions hold have every key of their time."""
+    config = load(None, [*BASE, *CPU, "offload.delayed_update=false", "offload.warmup=0"])
+    assert config.to_dict() == load(None, [*BASE, *CPU]).to_dict()

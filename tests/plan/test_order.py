@@ -23,7 +23,11 @@ LARGE: dict[str, list[str]] = {
     "zero3-cpu": ["parallel.dp=2", ZERO_3, "zero.prefetch=2", *CPU],
     "zero3-nvme": ["parallel.dp=2", "parallel.pp=2", ZERO_3, "zero.prefetch=1", *NVME],
     "zero2-nvme": ["parallel.dp=2", "zero.stage=2", *NVME[:1], NVME[2], UNTIED],
-    "zero1-cpu-delayed": ["parallel.dp=2", "zero.stage=1", CPU[0], "offload.delayed_update=true"],
+    "zero1-cpu": ["parallel.dp=2", "zero.stage=1", CPU[0]],
+    "zero1-cpu-no-overlap": ["parallel.dp=2", "zero.stage=1", CPU[0], "offload.overlap=none"],
+    "zero2-cpu-half-tied": ["parallel.dp=2", "parallel.pp=2", "zero.stage=2", CPU[0], "offload.ratio=0.5"],
+    "zero2-cpu-gradients": ["parallel.dp=2", "zero.stage=2", CPU[0], "offload.gradients=host"],
+    "zero3-cpu-no-overlap": ["parallel.dp=2", ZERO_3, "zero.prefetch=2", *CPU, "offload.overlap=none"],
     "kept-cpu": ["parallel.pp=2", *KEPT],
     "kept-zero3-cpu": ["parallel.dp=2", ZERO_3, *CPU, *KEPT, "zero.prefetch=1"],
     "travel": ["parallel.dp=2", TRAVEL, "activation.policy=full", "zero.stage=2"],
@@ -84,18 +88,65 @@ def waits_of(plan: Plan, index: int) -> list[Instruction]:
 
 @pytest.mark.core
 def test_lanes_wait_for_lanes():
-    """A reduced gradient goes to the host, and fetched parameters are gathered, behind the computation's
-    back; the computation waits for what it reads."""
+    """Gradients go to the host, are stepped there, and fetched parameters are gathered, behind the
+    computation's back; the computation waits for what it reads."""
     plan = make_plan(tiny(*LARGE["zero3-cpu"], UNTIED))
     program = plan.programs["train"][0]
     for index, item in enumerate(program):
-        if item.op == Op.OFFLOAD:
-            assert [(other.op, other.unit) for other in waits_of(plan, index)] == [(Op.REDUCE, item.unit)]
+        if item.op == Op.STEP:
+            assert Instruction(Op.OFFLOAD, item.unit, kind="gprev") in waits_of(plan, index)
+        if item.op == Op.FETCH:
+            first = program.index(item) == index
+            assert (Instruction(Op.STEP, item.unit, age="prev") in waits_of(plan, index)) == first
         if item.op == Op.GATHER and item.unit > 2:
             assert Instruction(Op.FETCH, item.unit, kind="pshard") in waits_of(plan, index)
     compute = [other.op for index, item in enumerate(program) if item.op in COMPUTE
                for other in waits_of(plan, index)]
     assert set(compute) <= {Op.GATHER, Op.REDUCE}  # REDUCE: of the gradient whose buffer it takes
+
+
+@pytest.mark.core
+def test_a_part_of_a_gradient_goes_down_behind_its_reduction():
+    """Where gradients are added up on the host: CLIP, which reads them there, waits for the last of them."""
+    plan = make_plan(tiny(*LARGE["zero2-cpu-gradients"], UNTIED, "zero.reduce_every=1"))
+    program, downs = plan.programs["train"][0], []
+    for index, item in enumerate(program):
+        if item.op == Op.OFFLOAD:
+            assert [(other.op, other.unit) for other in waits_of(plan, index)] == [(Op.REDUCE, item.unit)]
+            downs.append(item)
+    clip = next(index for index, item in enumerate(program) if item.op == Op.CLIP)
+    assert downs[-1] in waits_of(plan, clip) and len(downs) > len({*downs})
+
+
+def waits_behind(plan: Plan, index: int) -> set[int]:
+    """All instructions that have ended when one begins, as far as waits say."""
+    order, seen = Analysis(plan).order("train", 0), set[int]()
+    todo = [*order.waits[index]]
+    while todo:
+        need = todo.pop()
+        if need not in seen:
+            seen.add(need)
+            todo += order.waits[need]
+    return seen
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("name", ["zero1-cpu", "zero3-cpu"])
+def test_a_unit_waits_for_its_own_update_alone(name):
+    """The first FORWARD of a unit begins when its weights are there, whatever the updates of units behind it
+    do; and with all updates before it there would be nothing to hide them."""
+    plan = make_plan(tiny(*LARGE[name], UNTIED))
+    program = plan.programs["train"][0]
+    stepped = {item.unit: index for index, item in enumerate(program) if item.op == Op.STEP}
+    seen: set[int] = set()
+    for index, item in enumerate(program):
+        if item.op == Op.FORWARD and item.unit not in seen:
+            seen.add(item.unit)
+            behind = waits_behind(plan, index)
+            own = plan.table.units[item.unit].parameters
+            assert all(stepped[p] in behind for p in own)
+            assert not any(at in behind for p, at in stepped.items() if p > max(own))
+    assert len(seen) > 4
 
 
 @pytest.mark.core

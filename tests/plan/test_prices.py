@@ -101,9 +101,10 @@ def test_advice():
 
 
 def test_advice_to_those_who_offload():
-    """The other tier, no offload, or the same tier without delayed updates: keys of the tier that is left
+    """The other tier, no offload, or the same tier with parameters there: keys of the tier that is left
     would be refused."""
-    over = ["offload.optimizer=nvme", "offload.nvme_path=disk", "offload.delayed_update=true"]
+    over = ["offload.optimizer=nvme", "offload.nvme_path=disk", "offload.overlap=next",
+            "offload.gradients=device"]
     rows = {row["setting"]: row for row in advise(load("configs/toy.yaml", over), Hardware())}
     assert {"offload.optimizer=none", "offload.optimizer=cpu", "offload.optimizer=nvme",
             "zero.stage=3 offload.optimizer=nvme offload.parameters=nvme"} <= rows.keys()
@@ -190,8 +191,8 @@ def test_configs_are_refused_by_the_contract():
     (["zero.stage=2", "zero.residency=1"], "zero.stage of at least 3"),
     (["zero.stage=2", "zero.prefetch=0"], "zero.stage of at least 3"),
     (["zero.stage=0", "zero.persist_below=9"], "zero.stage of at least 3"),
-    (["zero.stage=2", "zero.reduce_every=0"], "at least 1, or step"),
-    (["zero.stage=2", "zero.reduce_every=stage"], "at least 1, or step"),
+    (["zero.stage=2", "zero.reduce_every=0"], "at least 1, or auto or step"),
+    (["zero.stage=2", "zero.reduce_every=stage"], "at least 1, or auto or step"),
     (["zero.stage=3", "zero.residency=all"], "at least 1, or stage or step"),
     (["zero.stage=3", "zero.residency=true"], "residency"),
     (["zero.shard_size=3"], "does not divide parallel.dp=2"),

@@ -18,7 +18,7 @@ from threed.program.analysis import Analysis
 from threed.program.check import check
 from threed.program.effects import effects
 from threed.program.instruction import Instruction, Op, Slot, Tier
-from threed.program.names import SNAPSHOT, WAITING
+from threed.program.names import SNAPSHOT
 from threed.program.plan import Plan
 from threed.program.seam import seam_of
 from threed.program.summary import stages
@@ -33,7 +33,8 @@ MESHES = {
     "groups": ["parallel.dp=4", "zero.stage=2", "zero.shard_size=2"],
     "v": ["parallel.pp=2", "parallel.schedule=zb-v"],
     "cpu": ["parallel.dp=2", "zero.stage=3", "offload.optimizer=cpu", "offload.parameters=cpu"],
-    "delayed": ["parallel.pp=2", "offload.optimizer=cpu", "offload.delayed_update=true"],
+    "overlap": ["parallel.pp=2", "offload.optimizer=cpu"],
+    "no overlap": ["parallel.pp=2", "offload.optimizer=cpu", "offload.overlap=none"],
     "bf16": ["parallel.tp=2", "precision.dtype=bf16"],
 }
 
@@ -51,7 +52,6 @@ def test_every_unit_is_copied_once(mesh):
               for item in program]
     assert sorted(unit for _, unit in copied) == sorted(plan.table.parameters)
     assert all(plan.table.parameters[unit].positions[0] == position for position, unit in copied)
-    assert (WAITING in plan.programs) == plan.table.update.delayed
     assert check(plan).plan is plan
 
 
@@ -111,10 +111,10 @@ def test_a_copy_in_the_step_is_refused():
     ([], 3, 1),
     (["parallel.dp=4", "zero.stage=0"], 3, 4),
     (["parallel.dp=4", "zero.stage=2", "zero.shard_size=2"], 3, 2),
-    (MESHES["delayed"][1:], 4, 1),
+    (MESHES["overlap"][1:], 3, 1),
 ])
 def test_bytes(others, kinds, share):
-    """fp32 of the weights, the two moments, and the gradients that wait, of this rank's shard."""
+    """fp32 of the weights and the two moments, of this rank's shard: no gradient waits."""
     plan = plan_of(*others)
     (row,) = stages(Analysis(plan))
     numel = sum(unit.numel for unit in plan.table.parameters.values())

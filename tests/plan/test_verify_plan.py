@@ -19,7 +19,7 @@ from threed.program.plan import Plan
 BASE = ["model.layers=4", "parallel.pp=2", "parallel.dp=2", "train.global_batch_size=6",
         "parallel.stage_units=[3,3]"]
 NVME = ["offload.optimizer=nvme", f"offload.nvme_path={tempfile.gettempdir()}"]
-DELAYED = ["offload.optimizer=cpu", "offload.delayed_update=true"]
+CPU = ["offload.optimizer=cpu"]
 WORK = {*COMPUTE, Op.SEND, Op.RECV, Op.REDUCE}
 
 
@@ -28,8 +28,9 @@ def plan_of(*overrides: str) -> Plan:
 
 
 @pytest.mark.parametrize("overrides", [
-    [], ["zero.stage=0"], ["zero.stage=2"], ["zero.stage=3", "parallel.schedule=zb-h1"], NVME, DELAYED,
-    [*NVME, "offload.delayed_update=true"], [*NVME, "offload.parameters=nvme", "zero.stage=3"],
+    [], ["zero.stage=0"], ["zero.stage=2"], ["zero.stage=3", "parallel.schedule=zb-h1"], NVME, CPU,
+    [*CPU, "offload.overlap=none"], [*NVME, "offload.overlap=none"],
+    [*CPU, "zero.stage=2", "offload.gradients=host"], [*NVME, "offload.parameters=nvme", "zero.stage=3"],
     ["activation.policy=full", "activation.offload=cpu"]], ids=str)
 def test_it_is_the_step_without_its_update(overrides):
     """Work in another order, or other work, and the two do not compare; an update that is taken twice."""
@@ -37,7 +38,7 @@ def test_it_is_the_step_without_its_update(overrides):
     for position, program in enumerate(plan.programs["verify"]):
         assert program[-1] == Instruction(Op.CLIP, gradients="drop")
         assert not any(item.op == Op.STEP or item.kind == "state" or item.age for item in program)
-        for name in plan.programs.keys() - {"verify"}:
+        for name in plan.programs.keys() - {"verify", "settle"}:
             step = [item for item in plan.programs[name][position] if item.op in WORK]
             assert [item for item in program if item.op in WORK] == step, name
 
@@ -49,7 +50,8 @@ def test_without_the_key_there_is_none():
     assert plan_of().programs["train"] == plain.programs["train"]
 
 
-@pytest.mark.parametrize("overrides", [[], DELAYED], ids=["usual", "delayed"])
+@pytest.mark.parametrize("overrides", [[], CPU, [*CPU, "offload.overlap=none"]],
+                         ids=["usual", "overlap", "no-overlap"])
 def test_what_is_refused(overrides):
     """Gradients of a rehearsal that are not dropped, gradients of a real step that are; an update in a
     rehearsal."""
@@ -66,11 +68,15 @@ def test_what_is_refused(overrides):
 
     assert "gshard" in fault("verify", keep("step"))
     assert "behind" in fault("verify", keep("wait"))
-    assert "is not alive" in fault("plain" if overrides else "train", keep("drop"))
+    for name in plan.programs.keys() & {"train", "enter"}:
+        lost = "has lost 'gprev p1'" if "enter" in plan.programs else "is not alive"
+        assert lost in fault(name, keep("drop"))
     assert "wgrad" in fault("verify", lambda program: [item for item in program if item.op != Op.BACKWARD])
+    down = [Instruction(Op.OFFLOAD, -1, kind="gshard")] * bool(overrides)
     stepped = fault("verify", lambda program: [*program[:-1], Instruction(Op.CLIP), *(
-        Instruction(Op.STEP, unit)
-        for unit in sorted({item.unit for item in program if item.op == Op.REDUCE}))])
+        item._replace(unit=unit)
+        for unit in sorted({item.unit for item in program if item.op == Op.REDUCE})
+        for item in (*down, Instruction(Op.STEP, -1)))])
     assert "STEP runs for" in stepped or "behind" in stepped
 
 

@@ -85,18 +85,21 @@ ACCUMULATED: dict[str, list] = {
     "offload": ["none", "cpu", "nvme", "cpu+parameters", "nvme+parameters"],
     "every": [1, 2, 3, "step"],
     "precision": ["fp32", "bf16"],
-    "delayed": [False, True],
+    "overlap": ["next", "none"],
+    "gradients": ["device", "host"],
 }
 
 
 def works(row: list) -> bool:
     """What a config does not refuse, of the beginning of a row of ACCUMULATED."""
-    _, stage, offload, every, _, delayed = (*row, *[None] * (6 - len(row)))
+    _, stage, offload, every, _, overlap, gradients = (*row, *[None] * (7 - len(row)))
     if stage is None or (stage < 3 and "parameters" in (offload or "")):
         return stage is None
     if stage < 2 and every not in (None, 1):
         return False  # the key is of stages 2 and 3
-    return not (delayed and offload not in ("cpu", "nvme"))
+    if offload == "none" and (overlap == "none" or gradients == "host"):
+        return False  # there is one value of each
+    return not (gradients == "host" and stage < 2)
 
 
 @pytest.mark.parametrize("row", list(AllPairs(list(ACCUMULATED.values()), filter_func=works)),
@@ -104,11 +107,12 @@ def works(row: list) -> bool:
 def test_each_micro_batch_counts_once(row, references):
     """The gradient before STEP: without the last micro-batch, with it alone, or with one of the step before.
     (Two steps: what is left over would be seen in the second.)"""
-    count, stage, offload, every, precision, delayed = row
+    count, stage, offload, every, precision, overlap, gradients = row
+    away = [f"offload.overlap={overlap}", f"offload.gradients={gradients}"] if offload != "none" else []
     config = tiny(*SMALL, "parallel.dp=2", f"zero.stage={stage}", f"train.global_batch_size={2 * count}",
                   *SETTINGS["offload"][offload], f"precision.dtype={precision}",
                   *([f"zero.reduce_every={every}"] if stage >= 2 else []),
-                  *(["offload.delayed_update=true"] if delayed else []))
+                  *away)
     most = harness.FP32 if precision == "fp32" else harness.SIXTEEN
     ranks, want = loopback(config, 2), references(config, 2)
     assert_parity(ranks, want, most)

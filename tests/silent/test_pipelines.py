@@ -17,12 +17,11 @@ from torch import nn
 
 import threed
 from tests import own
-from tests.harness import SETTINGS, assert_parity, batches, collect, drive, loopback, same_bits, tiny
+from tests.harness import SETTINGS, batches, collect, drive, loopback, same_bits, tiny
 from tests.late import be_late
 from tests.loopback import test_generation, test_saved
 from tests.loopback.test_checkpoint import COUNTERS, named
 from tests.loopback.test_memory import reach, tensors
-from tests.reference import Result
 from tests.silent.test_gradients import SMALL, schedule
 from threed.base.errors import InputError, RunError
 from threed.checkpoint.lineage import Lineage
@@ -163,7 +162,10 @@ BETWEEN = {
     "1f1b": ["parallel.pp=2"], "zb-v": ["parallel.pp=2", "parallel.schedule=zb-v", "zero.stage=1"],
     "sums": ["parallel.dp=2", "zero.stage=2", "zero.reduce_every=step"],
     "zero-3": ["parallel.dp=2", "parallel.pp=2", "zero.stage=3", "zero.residency=2"],
-    "delayed": ["parallel.dp=2", "offload.optimizer=cpu", "offload.delayed_update=true", "offload.warmup=1"],
+    "overlap": ["parallel.dp=2", "offload.optimizer=cpu"],
+    "gradients": ["parallel.dp=2", "zero.stage=2", "offload.optimizer=cpu", "offload.gradients=host"],
+    "parameters": ["parallel.dp=2", "parallel.pp=2", "zero.stage=3", "offload.optimizer=cpu",
+                   "offload.parameters=cpu"],
     "nvme": ["parallel.dp=2", "zero.stage=3", *SETTINGS["offload"]["nvme+parameters"]],
     "bf16": ["parallel.dp=2", "precision.dtype=bf16", "zero.stage=2"],
     "dropout": ["parallel.pp=2", "model.dropout=0.1", "activation.policy=full"],
@@ -325,48 +327,12 @@ def test_a_loss_that_counts(others):
 
 
 @pytest.mark.parametrize("others", [[], [PP, "zero.stage=2"]], ids=str)
-def test_a_loss_that_counts_and_is_late(others):
-    """With a delayed update each step's gradients are divided by the count of their own batch, though they
-    are applied beside the next one: with SGD and a constant rate, as many updates give the same weights,
-    whatever the first step's batch counts."""
-    late = own.own(COUNTS, *EVERY, DP, *others, "optimizer.name=sgd", "optimizer.lr=0.1", "train.steps=4",
-                   "offload.optimizer=cpu", "offload.delayed_update=true", "offload.warmup=1",
-                   "optimizer.weight_decay=0", "optimizer.clip_grad=0.05")
-    got, want = own.run(late, 4), DelayedReference(late).run(4)
-    assert_parity(got, want)
-
-
-class DelayedReference(own.Reference):
-    """Plain SGD, of which the updates of steps 2 and 3 wait for a step."""
-
-    def run(self, steps: int) -> Result:
-        result, waiting = Result([], [], {}, {}), None
-        size, names = self.config.train.global_batch_size, list(self.masters)
-        for step in range(steps):
-            whole, total = self.whole(step, True), 0.0
-            for first in range(step * size, (step + 1) * size):
-                loss = self.loss(first, True)[0] / whole
-                loss.backward()
-                total += loss.item()
-            grads = {name: self.live[name].grad.clone() for name in names}  # pyright: ignore
-            norm = torch.stack([grad.norm() for grad in grads.values()]).norm().item()
-            result.losses.append(total)
-            result.norms.append(norm)
-            result.first_grads = result.first_grads or {name: grad.clone() for name, grad in grads.items()}
-            clipped = {name: grad * min(1.0, 0.05 / (norm + 1e-6)) for name, grad in grads.items()}
-            delayed = 1 <= step < steps - 1
-            with torch.no_grad():
-                for due in [each for each in (waiting, None if delayed else clipped) if each]:
-                    for name in names:
-                        self.live[name].sub_(0.1 * due[name])
-            waiting = clipped if delayed else None
-            for value in self.live.values():
-                value.grad = None
-        result.weights = {name: value.detach() for name, value in self.live.items()}
-        with torch.no_grad():
-            result.evaluated = sum(self.loss(first, False)[0].item() for first in
-                                   range(steps * size, (steps + 1) * size)) / self.whole(steps, False)
-        return result
+def test_a_loss_that_counts_and_an_update_that_waits(others):
+    """Each step's gradients are divided by the count of their own batch, though they are applied at the head
+    of the next step: the numbers of plain torch, and to the bit those of a step that ends with its update."""
+    usual = [*EVERY, DP, *others, "train.steps=4", "offload.optimizer=cpu", "optimizer.clip_grad=0.05"]
+    own.assert_own(own.own(COUNTS, *usual))
+    same_bits([own.run(own.own(COUNTS, *usual, f"offload.overlap={when}"), 4) for when in ("next", "none")])
 
 
 def test_an_evaluation_weighs_batches_by_their_counts():
@@ -421,11 +387,11 @@ def test_a_mean_over_a_micro_batch_is_said(loss, data, others, said):
     assert len(found) == said
 
 
-def test_gradients_that_wait_are_saved_with_their_count(tmp_path):
-    """A checkpoint between a step and its delayed update: what goes on has the bits of the run that did not
-    stop."""
+def test_gradients_that_wait_are_applied_before_a_checkpoint(tmp_path):
+    """A checkpoint between a step and its update, which the next step would have run: what goes on has the
+    bits of the run that did not stop."""
     late = own.own(COUNTS, *EVERY, DP, "optimizer.lr=0.05", "train.steps=5", "offload.optimizer=cpu",
-                   "offload.delayed_update=true", "offload.warmup=1", f"run.dir={tmp_path}")
+                   f"run.dir={tmp_path}")
     plan, paths = make_plan(late), list[Path]()
 
     def work(comm: Comm, stops: bool) -> list[float]:

@@ -33,6 +33,7 @@ from threed.base.shipped import find_file
 from threed.base.template import Template
 from threed.config.idle import overridden
 from threed.config.named import joined, named_model
+from threed.config.retired import is_retired, retired
 from threed.config.unknown import UnknownKey, unknown
 from threed.config.validate import validate
 from threed.config.values import PATHS, check_values, expand, get
@@ -280,6 +281,9 @@ def _build(given: dict[str, Any]) -> tuple[Config, list[Problem]]:
         if inside := [known for known in told if known.startswith(f"{key}.")]:
             problems.append(Problem.of(key, f"={value}: {key} is a section; give values to its keys, such as "
                                        f"{inside[0]}"))
+            continue
+        if is_retired(key):
+            problems += retired(key, value)
             continue
         if key not in told:
             problems.append(unknown(key, list(told)))

@@ -132,6 +132,8 @@ def _spelled_out(config: Config) -> Config:
     """A copy of a config in which ZeRO's null settings have the values that null means."""
     other = copy.deepcopy(config)
     zero = other.zero
+    if zero.stage < 2:
+        zero.reduce_every = None
     if zero.stage >= 2 and zero.reduce_every in (None, "auto"):
         zero.reduce_every = "step" if config.reduce_every == config.num_microbatches else config.reduce_every
     if zero.stage >= 3:

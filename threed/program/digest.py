@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from threed.program.entries import ComputeUnit, ParameterUnit
 from threed.program.instruction import Instruction
-from threed.program.settings import WHOLE_MESSAGES
+from threed.program.settings import WHOLE_MESSAGES, UpdateSettings
 
 # The format of what is hashed. Traces and costs hold digests of older versions: a plan that could be made
 # before a field was there keeps its digest. So a new field needs a line in SINCE and no new format. Only a
@@ -29,6 +29,7 @@ class Since(NamedTuple):
 
 SINCE = (Since("Table", "logits", None), Since("Table", "trains", True),
          Since("Table", "messages", WHOLE_MESSAGES), Since("Table", "pair", None),
+         Since("ZeroSettings", "streams", False), Since("UpdateSettings", "overlap", False),
          Since("ParameterUnit", "trains", True), Since("ParameterUnit", "fold", ""),
          Since("ParameterUnit", "optimizer", ""), Since("ParameterUnit", "dtype", ""))
 
@@ -55,6 +56,8 @@ def _values(entry: Any) -> dict[str, Any]:
         del values["kind"]  # its name says it
     if isinstance(entry, ComputeUnit):
         del values["rings"]  # a matter of prices: `traffic` says what is sent
+    if isinstance(entry, UpdateSettings):
+        values["delayed"] = False  # updates that came a step late, which are gone
     for since in SINCE:
         if since.of == type(entry).__name__ and values[since.field] == since.default:
             del values[since.field]

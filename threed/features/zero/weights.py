@@ -102,7 +102,7 @@ class Weights:
             self._shard = torch.zeros(part.count, dtype=dtype, device=device)
         self._moves = MOVES[self.home]
         # Whether a STEP on the host writes to them directly: what reads them waits for the FETCH behind it.
-        self._in_place = self.home == Tier.DEVICE and storage.one_memory
+        self.in_place = self.home == Tier.DEVICE and storage.one_memory
         on_device = Residency.SHARDED if part.sharded else Residency.REPLICATED
         self.residency = on_device if self.home == Tier.DEVICE else Residency.OFFLOADED
         self.staging = Staging.EMPTY
@@ -175,7 +175,7 @@ class Weights:
     def step_output(self) -> torch.Tensor:
         """Where a STEP on the host writes new weights, [owned] or more: at home, or in a buffer of the host
         that `refresh` or `offload` empties."""
-        if self._in_place:
+        if self.in_place:
             self.staging, self._staged = self._moves.step(self.staging, self._what), self._shard
             return self._shard
         return self._shard if self.home == Tier.HOST else self._stage(self._moves.step)
@@ -198,6 +198,6 @@ class Weights:
 
     def _unstage(self, move: Transition[Staging]) -> torch.Tensor:
         self.staging = move(self.staging, self._what)
-        if not self._in_place:
+        if not self.in_place:
             self.storage.host_weights.give(self._staged)
         return self._staged

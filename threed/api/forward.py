@@ -33,6 +33,7 @@ from threed.engine.engine import Engine
 from threed.engine.watch import Watch
 from threed.launcher.local import ANSWER, LocalLauncher
 from threed.planner import forward_plan
+from threed.planner.from_config import config_of
 from threed.program.analysis import Analysis
 from threed.program.names import EVALUATE, GENERATE
 from threed.schema import Config
@@ -117,6 +118,7 @@ def _ready(job: Job, name: str, local_rank: int, watch: Watch,
     set_up(config)
     comm, analysis = connect(config, watch, pick(config.run.device, local_rank), store,
                              lambda config, pipeline: Analysis(forward_plan(config, name, pipeline)))
+    config = config_of(analysis.plan)
     with running(config, analysis, comm, watch) as engine:
         with watch.phase("load a checkpoint", waits=False):
             resumed = resume(config, engine.zero, _to_stderr if watch.rank == 0 else _silently)

@@ -24,6 +24,7 @@ from threed.config.validate import warnings
 from threed.models.model import num_parameters
 from threed.monitor.folders import to_train
 from threed.planner import layouts, make_mesh, make_pipeline, saved_by_piece
+from threed.planner.auto import chosen_for
 from threed.planner.facts import undivided, unequal, unpaired
 from threed.planner.from_config import analysed, config_of
 from threed.planner.passes import stages_of
@@ -60,17 +61,19 @@ def plan(config: Config) -> Plan:
     return analysed(config).plan
 
 
-def check(what: Config | Plan) -> dict[str, Any]:
+def check(what: Config | Plan, room: float | None = None) -> dict[str, Any]:
     """Check that a config can run on its number of ranks, or that a plan (one with a pass of your own, say)
     can.
 
     Returns the document of `threed check --json`: `world_size`, `instructions`, `digest`, `warnings` and
     `stages`, a row a pipeline position of what one of its ranks holds and sends (names that end in `_bytes`
-    are bytes). Raises InputError or PlanError, which says what cannot run and why.
+    are bytes). `room`: bytes of a device that the plan may take, by which `parallel.group: auto` is chosen
+    (`chosen` says it); None: what an A100 of 80 GB has for it. Raises InputError or PlanError, which says
+    what cannot run and why.
 
     >>> threed.check(threed.load("configs/toy.yaml", ["zero.stage=3"]))["stages"][0]["optimizer_bytes"]
     """
-    analysis = analysed(what)
+    analysis = analysed(what, room)
     if isinstance(what, Plan):
         analysis = check_plan(what)
     plan, config = analysis.plan, config_of(analysis.plan)
@@ -79,6 +82,7 @@ def check(what: Config | Plan) -> dict[str, Any]:
         held = graphs(analysis, position)
         row |= {"cuda_graphs": held.count, "graph_sets": len(held.peaks)}
     return {"ok": True, "world_size": config.world_size, "instructions": len(plan), "digest": analysis.digest,
+            "chosen": chosen_for(what, config) if isinstance(what, Config) else [],
             "warnings": [*warnings(config), *undivided(config, plan.programs["train"]), *unpaired(plan),
                          *unequal(config)],
             "stages": rows}
@@ -89,7 +93,8 @@ def show_check(checked: dict[str, Any], config: Config, columns: int | None = No
     verdict, ranks = "ok: " if checked["ok"] else "", many(config.world_size, "rank")
     lines = [f"{verdict}{ranks} ({make_mesh(config).text()}), {checked['instructions']} "
              f"instructions, plan {checked['digest']}",
-             *(f"warning: {line}" for line in checked["warnings"]), summary.show(checked["stages"], columns)]
+             *checked["chosen"], *(f"warning: {line}" for line in checked["warnings"]),
+             summary.show(checked["stages"], columns)]
     ranks = f"{config.parallel.ep} ranks together hold" if config.parallel.ep > 1 else "each rank holds"
     if (active := num_parameters(config.model, True)) < (every := num_parameters(config.model)):
         lines.append(f"experts: {show_count(every)} parameters, of which {show_count(active)} compute a "
@@ -130,8 +135,12 @@ def show_text(analysis: Analysis, rank: int | None = None, program: str = "train
     if position is not None:
         return shows.listing(plan, position, program)
     return (f"{make_mesh(config).draw()}\n\n{show_compute_units(plan, MOST_UNITS)}\n\n"
-            f"{config.parallel.schedule}, {config.num_microbatches} micro-batches "
+            f"{config.parallel.schedule}, {config.num_microbatches} micro-batches{_groups(config)} "
             f"({shows.legend(plan, program)})\n{shows.grid(analysis, program, columns=columns)}")
+
+
+def _groups(config: Config) -> str:
+    return f" in groups of {config.grouped}" if config.grouped is not None else ""
 
 
 def show_document(plan: Plan, rank: int | None = None, program: str = "train",

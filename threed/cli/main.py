@@ -112,14 +112,16 @@ def check(config: of.ConfigPath, overrides: of.Overrides = None, devices: of.Dev
     """
     gc.disable()  # as in predict
     loaded = configs.for_devices(config, overrides, devices, "check")
-    checked = api.check(loaded)
     texts, small = [], None
-    if advise or memory is not None or hardware:
-        gc.enable()  # advice makes one plan after the other
+    if not (advise or memory is not None or hardware):
+        checked = api.check(loaded)
+    else:
         from threed.prediction import fit
 
         asked = fit.FitRequest(hardware, parse_memory(memory) if memory is not None else None,
                                advise or memory is not None, terminal())
+        checked = api.check(loaded, fit.room_of(loaded, asked))
+        gc.enable()  # advice makes one plan after the other
         found, texts, small = fit.fit(loaded, asked, _progress)
         checked |= found
         checked["ok"] = small is None

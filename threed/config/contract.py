@@ -105,8 +105,8 @@ RULES = (
         "time")),
     Rule(lambda cell: cell.experts == "pair" and not _has_pairs(cell.schedule), Problem.of(
         "parallel.pair", "=true computes a forward and a backward together, and a schedule that runs all "
-        f"forwards first ({', '.join(_UNPAIRED)}) has none that are neighbours; choose another "
-        "parallel.schedule: zb-v and dualpipe-v gain most for the memory that they take")),
+        f"forwards first, or all of a group ({', '.join(_UNPAIRED)}), has none that are neighbours; choose "
+        "another parallel.schedule: zb-v and dualpipe-v gain most for the memory that they take")),
 )
 
 

@@ -8,6 +8,7 @@ from itertools import accumulate
 
 from threed.base.errors import Idle, Problem
 from threed.base.mesh import FOLDS, axes_of, fold_problem
+from threed.base.quantity import divisors
 from threed.base.remember import remembered
 from threed.models.tiling import counts_rows, folds_of, layers_of, model_key, share_of, together, unit_layers
 from threed.schedules.orders import SCHEDULES
@@ -69,6 +70,10 @@ def check_stages(config: Config) -> Iterator[Problem]:
     """Each stage has a unit, and no stage begins in the middle of a layer's tiles."""
     parallel, runs = config.parallel, stage_runs(config)
     units = sum(runs)
+    if parallel.stage_units is not None and _by_unit(config):
+        yield Idle.of("parallel.stage_units", f"={list(parallel.stage_units)}: parallel.schedule="
+                      f"{parallel.schedule} makes each unit a stage; leave it out")
+        return
     if config.num_stages > len(runs):
         parts = "" if config.model.own_layers else f" (embedding, {len(runs) - 2} of blocks, head)"
         what = f"layers{parts}, whose {units} tiles" if units > len(runs) else f"units{parts}"
@@ -95,7 +100,10 @@ def _check_schedule_shape(config: Config) -> Iterator[Problem]:
     parallel = config.parallel
     name, virtual = parallel.schedule, parallel.virtual_stages
     schedule = SCHEDULES.get(name)
-    if schedule and schedule.virtual is None and (virtual or 1) < 2:
+    if schedule and schedule.by_unit and virtual is not None:
+        yield Idle.of("parallel.virtual_stages", f"={virtual}: parallel.schedule={name} makes each unit a "
+                      "stage; leave it out")
+    elif schedule and schedule.virtual is None and (virtual or 1) < 2:
         yield Problem.of("parallel.schedule", f"={name} needs parallel.virtual_stages of at least 2: with "
                          f"one stage a rank it would be {schedule.alone}")
     elif schedule and schedule.virtual and virtual not in (None, schedule.virtual):
@@ -107,6 +115,25 @@ def _check_schedule_shape(config: Config) -> Iterator[Problem]:
     if name == "auto" and virtual not in (None, 1, 2):
         yield Idle.of("parallel.virtual_stages", f"={virtual}: parallel.schedule=auto searches 1 or 2 stages "
                       "a rank")
+
+
+def check_group(config: Config) -> Iterator[Problem]:
+    """parallel.group has an effect, and divides the micro-batches."""
+    parallel, m = config.parallel, config.num_microbatches
+    if parallel.group == "auto":
+        return
+    if not _by_unit(config):
+        grouped = " or ".join(name for name, row in SCHEDULES.items() if row.by_unit)
+        yield Idle.of("parallel.group", f"={parallel.group} needs parallel.schedule={grouped}, and it is "
+                      f"{parallel.schedule}, which has no groups; leave it out")
+    elif m % int(parallel.group):
+        yield Problem.of("parallel.group", f"={parallel.group} does not divide the {m} micro-batches of a "
+                         f"step: take one of {', '.join(map(str, divisors(m)))}, or auto")
+
+
+def _by_unit(config: Config) -> bool:
+    schedule = SCHEDULES.get(config.parallel.schedule)
+    return schedule is not None and schedule.by_unit
 
 
 @remembered(model_key)

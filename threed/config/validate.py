@@ -15,7 +15,7 @@ from threed.base.quantity import parse_bytes
 from threed.config.contract import Cell, refusal
 from threed.config.named import unlike
 from threed.config.own_layers import unused
-from threed.config.stages import check_folds, check_pair, check_parallel, check_stages
+from threed.config.stages import check_folds, check_group, check_pair, check_parallel, check_stages
 from threed.config.suits import check_data, check_monitor
 from threed.config.values import check_values
 from threed.models.check import unsound
@@ -267,7 +267,9 @@ def _check_precision(config: Config) -> Iterator[Problem]:
 
 def _check_batch(config: Config) -> Iterator[Problem]:
     train = config.train
-    if train.global_batch_size % (train.micro_batch_size * config.dp):
+    if not train.global_batch_size % (train.micro_batch_size * config.dp):
+        yield from check_group(config)
+    else:
         yield Problem.of("train.global_batch_size", f"={train.global_batch_size} is not divisible by "
                          f"train.micro_batch_size={train.micro_batch_size} x parallel.dp={config.dp}")
     if train.eval_every and not config.data.validation_fraction:

@@ -34,8 +34,9 @@ _USED_BY: dict[str, dict[str, Any]] = {
 _WHERE_USED = ("zero.prefetch", "activation.pieces")  # which only some layouts use
 # What is of one layout alone, by the beginning of its value; and why
 _OF_ONE = {
-    "parallel.schedule": (("auto", "file:"), "search compares named schedules; try this one on the mesh that "
-                                             "it finds"),
+    "parallel.schedule": (("auto", "file:", "vertical"), "search compares named schedules that give "
+                          "positions equally many stages; try this one on the mesh that it finds"),
+    "parallel.group": (("",), "it is of parallel.schedule=vertical, which search does not try"),
     "parallel.costs": (("",), "costs that a run has measured are of its own layout"),
 }
 

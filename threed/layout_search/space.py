@@ -145,7 +145,9 @@ class Space:
         return ("pp-dp-tp", "dp-pp-tp") if both else ("pp-dp-tp",)
 
     def _schedules(self, mesh: Layout, microbatches: int) -> Iterator[tuple[str, int]]:
-        for name in self._choices("schedule", tuple(SCHEDULES) if mesh.pp > 1 else ("1f1b",)):
+        # One whose stages are units is for parameters that come and go; searches offload none by themselves.
+        named = tuple(name for name, row in SCHEDULES.items() if not row.by_unit)
+        for name in self._choices("schedule", named if mesh.pp > 1 else ("1f1b",)):
             row = SCHEDULES[name]
             if microbatches < row.least(mesh.pp):
                 self._drop(NO_FILL, f"{name} with pp {mesh.pp}: {microbatches} of {row.least(mesh.pp)}")

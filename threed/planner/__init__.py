@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from threed.base.remember import remembering
-from threed.planner.auto import check_limit, make_pipeline, unchecked_plan
+from threed.planner.auto import check_limit, decided, make_pipeline, unchecked_plan
 from threed.planner.facts import (
     layouts,
     make_mesh,
@@ -30,16 +30,19 @@ __all__ = ["Pipeline", "analyse", "forward_plan", "layouts", "make_mesh", "make_
            "make_table", "saved_by_piece", "unit_costs", "unit_parameters"]
 
 
-def make_plan(config: Config, pipeline: Pipeline | None = None) -> Plan:
+def make_plan(config: Config, pipeline: Pipeline | None = None, room: float | None = None) -> Plan:
     """The checked plan of a config: see `analyse`."""
-    return analyse(config, pipeline).plan
+    return analyse(config, pipeline, room).plan
 
 
 @remembering()
-def analyse(config: Config, pipeline: Pipeline | None = None) -> Analysis:
+def analyse(config: Config, pipeline: Pipeline | None = None, room: float | None = None) -> Analysis:
     """The checked plan of a config, with what was derived from it for the check. `pipeline`: its order, where
-    another rank has made it already. Raises PlanError where the programs are not legal (a bug, or a user's
-    own order), and InputError where the plan keeps more than `parallel.activation_limit`."""
+    another rank has made it already. `room`: bytes of a device that the plan may take, on which keys that are
+    `auto` depend (`auto.choices`); the plan's own config has what was chosen. Raises PlanError where the
+    programs are not legal (a bug, or a user's own order), and InputError where the plan keeps more than
+    `parallel.activation_limit`."""
+    config = decided(config, room)
     pipeline = pipeline or make_pipeline(config)
     analysis = check(unchecked_plan(config, pipeline))
     check_limit(config, pipeline, analysis)
@@ -50,10 +53,11 @@ def analyse(config: Config, pipeline: Pipeline | None = None) -> Analysis:
 def forward_plan(config: Config, name: str, pipeline: Pipeline | None = None) -> Plan:
     """The checked plan of one program that only runs forward, `evaluate` or `generate`, for ranks that train
     nothing: they have no gradients. Errors as from `make_plan`."""
+    config = decided(config)
     pipeline = pipeline or make_pipeline(config)
     table = replace(make_table(config, pipeline.place), trains=False)
     if name == GENERATE:
         table = with_logits(config, table)
-    plan = run_passes(config, pipeline, table, {name: forward_recipe(name, pipeline, table)})
+    plan = run_passes(config, pipeline, table, {name: forward_recipe(name, config, pipeline, table)})
     check(plan)
     return plan

@@ -1,14 +1,16 @@
-"""Search: the order of a config's pipeline, and the units that are recomputed to meet a memory budget. No
-torch."""
+"""Search: the order of a config's pipeline, what is `auto` because it depends on a device's memory, and the
+units that are recomputed to meet a memory budget. No torch."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from threed.base.errors import InputError
-from threed.base.quantity import parse_bytes, parse_limit, show_bytes
+from threed.base.quantity import divisors, parse_bytes, parse_limit, show_bytes
 from threed.config.stages import stage_runs
 from threed.features.activation import plan as activation
 from threed.planner.facts import make_table, unit_costs, with_logits
@@ -20,14 +22,19 @@ from threed.program.table import Table
 from threed.schedules.auto import search
 from threed.schedules.complete import check_order
 from threed.schedules.file import read_order
-from threed.schedules.orders import SCHEDULES, line
+from threed.schedules.orders import SCHEDULES, in_groups, line, looped
 from threed.schedules.timed import StageTimes, play
 from threed.schema import Config
 
+# Bytes of a device that a plan may take where nobody says which device: what `prediction.peak.plan_room` says
+# of the hardware that `predict` takes by default.
+USUAL_ROOM = 73.1e9
 
-def make_pipeline(config: Config) -> Pipeline:
+
+def make_pipeline(config: Config, room: float | None = None) -> Pipeline:
     """The order that a config asks for. `auto` and `file:` depend on more than the config, so one rank calls
-    this and sends the result to all others."""
+    this and sends the result to all others. `room`: as `choices` takes it."""
+    config = decided(config, room)
     parallel, m = config.parallel, config.num_microbatches
     if parallel.schedule == "auto":
         return _search(config)
@@ -42,6 +49,9 @@ def _given(config: Config) -> Pipeline:
     if parallel.schedule.startswith("file:"):
         return Pipeline(*read_order(Path(parallel.schedule.removeprefix("file:")), parallel.pp))
     schedule = SCHEDULES[parallel.schedule]
+    if schedule.by_unit:
+        place = looped(parallel.pp, len(stage_runs(config)))
+        return Pipeline(in_groups(place, m, config.grouped or m), place)
     if m < schedule.least(parallel.pp):
         raise InputError(f"parallel.schedule={parallel.schedule} needs {schedule.least(parallel.pp)} "
                          f"micro-batches for parallel.pp={parallel.pp}, and there are {m}: it fills the "
@@ -66,6 +76,86 @@ def _search(config: Config) -> Pipeline:
         if peak <= size:
             return pipeline
         limit *= min(0.95, size / peak)
+
+
+def decided(config: Config, room: float | None = None) -> Config:
+    """A config with a value for each key that is `auto` because it depends on a device's memory. `room`: as
+    `choices` takes it."""
+    return with_choices(config, choices(config, room))
+
+
+def choices(config: Config, room: float | None = None) -> dict[str, Any]:
+    """Dotted key -> what its `auto` is here. `room`: bytes of a device that a plan may take; infinity: any
+    number; None: nobody knows the device, and those of a usual one are taken, or any number on a CPU."""
+    schedule, m = SCHEDULES.get(config.parallel.schedule), config.num_microbatches
+    if room is None:
+        room = math.inf if config.run.device == "cpu" else USUAL_ROOM
+    grouped = bool(schedule and schedule.by_unit) and config.parallel.group == "auto"
+    groups = [{"parallel.group": size} for size in reversed(divisors(m))] if grouped else [{}]
+    ways = _gradients(config)
+    limited = config.parallel.activation_limit is not None or config.activation.policy == "budget"
+    if len(ways) * len(groups) == 1 or (room == math.inf and not limited):
+        return ways[0] | groups[0]
+    for way in ways:
+        # Where gradients stay on the device, the smallest group takes least.
+        least = with_choices(config, way | groups[-1])
+        if way.get("offload.gradients") == "device" and not fits(least, room):
+            continue
+        for group in groups:
+            if fits(with_choices(config, way | group), room):
+                return way | group
+    return ways[-1] | groups[-1]
+
+
+def _gradients(config: Config) -> list[dict[str, Any]]:
+    """When gradients are reduced and where they are until CLIP, where the host steps: the best first. Whole
+    gradients on the device, a rank's part of them, and none, which a schedule that is done with one unit
+    before the next begins sends to the host once a step, and others after every micro-batch."""
+    if config.offload.optimizer == "none" or config.zero.stage < 2:
+        return [{}]
+    every = ("step", 1) if config.zero.reduce_every in ("auto", None) else (config.zero.reduce_every,)
+    where = ("device", "host") if config.offload.gradients == "auto" else (config.offload.gradients,)
+    return [{"zero.reduce_every": each, "offload.gradients": place} for place in where for each in every]
+
+
+def with_choices(config: Config, chosen: dict[str, Any]) -> Config:
+    """A config with values of dotted keys; the config itself where there are none."""
+    for dotted, value in chosen.items():
+        section, name = dotted.split(".")
+        config = replace(config, **{section: replace(getattr(config, section), **{name: value})})
+    return config
+
+
+def chosen_for(given: Config, config: Config) -> list[str]:
+    """What to say of each choice in `config`, which `given` leaves open."""
+    lines = []
+    if given.parallel.group == "auto" and config.grouped is not None:
+        lines.append(f"parallel.group=auto: {config.grouped} of {config.num_microbatches} micro-batches pass "
+                     "a unit together, the most that fit")
+    if config.offload.optimizer != "none" and config.zero.stage >= 2:
+        every, where = config.zero.reduce_every, config.offload.gradients
+        if given.zero.reduce_every in ("auto", None):
+            lines.append(f"zero.reduce_every=auto: {every}, since whole gradients "
+                         f"{'fit the device' if every == 'step' else 'do not fit the device'}")
+        if given.offload.gradients == "auto":
+            lines.append(f"offload.gradients=auto: {where}, "
+                         + ("since they fit; each goes to the host once a step" if where == "device" else
+                            "since they do not fit the device; the host adds up what each reduction gives"))
+    return lines
+
+
+def fits(config: Config, room: float) -> bool:
+    """Whether a plan takes at most `room` bytes of a device and keeps within `parallel.activation_limit`. An
+    instruction's temporaries are counted as what the largest unit saves: what they are exactly, only torch
+    knows (prediction/transient)."""
+    try:
+        pipeline = make_pipeline(config)
+        analysis = Analysis(unchecked_plan(config, pipeline))
+        check_limit(config, pipeline, analysis)
+    except InputError:  # a limit or a budget that no plan of this pipeline keeps
+        return False
+    beside = max(unit.saved_bytes for unit in analysis.table.units)
+    return all(row.fixed_bytes + row.activation_peak_bytes + beside <= room for row in stages(analysis))
 
 
 def unchecked_plan(config: Config, pipeline: Pipeline) -> Plan:

@@ -18,8 +18,9 @@ CONFIG = "config.json"
 _ADDED = ("parallel.schedule", "optimizer.name", "model.family")  # whose values a script may add
 
 
-def analysed(what: Config | Plan | Analysis) -> Analysis:
-    """The analysis of a config's plan, which is checked, or of a plan; or the analysis itself.
+def analysed(what: Config | Plan | Analysis, room: float | None = None) -> Analysis:
+    """The analysis of a config's plan, which is checked, or of a plan; or the analysis itself. `room`: as
+    `analyse` takes it.
     ConfigError where the config cannot run (a script may have made or changed it since it was loaded),
     InputError where it is neither."""
     if isinstance(what, Analysis):
@@ -32,7 +33,7 @@ def analysed(what: Config | Plan | Analysis) -> Analysis:
     if not isinstance(what, Config):
         raise InputError(f"{reprlib.repr(what)} is neither a Config nor a Plan: give what threed.load or "
                          "threed.plan returns")
-    return analyse(checked(what))
+    return analyse(checked(what), room=room)
 
 
 def config_of(plan: Plan) -> Config:

@@ -84,17 +84,17 @@ def recipes(config: Config, pipeline: Pipeline, table: Table) -> dict[str, tuple
     if config.run.verify_every:
         passes[VERIFY] = (*passes[ENTER if table.update.overlap else TRAIN], Pass("verify", zero.rehearse))
     if config.train.eval_every:
-        passes[EVALUATE] = forward_recipe(EVALUATE, pipeline, table)
+        passes[EVALUATE] = forward_recipe(EVALUATE, config, pipeline, table)
     if config.train.sample_every:
-        passes[GENERATE] = forward_recipe(GENERATE, pipeline, table)
+        passes[GENERATE] = forward_recipe(GENERATE, config, pipeline, table)
     if table.update.snapshots:
         passes[SNAPSHOT] = (Pass("snapshot", offload.snapshot),)
     return passes
 
 
-def forward_recipe(name: str, pipeline: Pipeline, table: Table) -> tuple[Pass, ...]:
+def forward_recipe(name: str, config: Config, pipeline: Pipeline, table: Table) -> tuple[Pass, ...]:
     """The passes of a program that only runs forward."""
-    order = forward_only(pipeline.place, table.microbatches(name))
+    order = forward_only(pipeline.place, table.microbatches(name), config.grouped)
     keep = "logits" if name == GENERATE else "none"
     return Pass("order", partial(_expand, order, keep)), *FORWARD[name]
 

@@ -13,12 +13,12 @@ from threed.base.quantity import divisors, show_bytes, show_seconds
 from threed.base.texttable import render, wrapped
 from threed.config.validate import validate
 from threed.models.tiling import folds_of
-from threed.planner import analyse, make_pipeline
+from threed.planner import analyse
 from threed.prediction.analytic import cost as analytic_cost
 from threed.prediction.contention import step
 from threed.prediction.hardware import Hardware
 from threed.prediction.memory import at_stage
-from threed.prediction.peak import Peak, fullest, peaks
+from threed.prediction.peak import Peak, fullest, peaks, plan_room
 from threed.prediction.peak import show as show_peak
 from threed.prediction.transient import Transient
 from threed.program.costs import load_costs
@@ -71,11 +71,13 @@ def change(config: Config, changes: Changes) -> Config:
     return other
 
 
-def measure(config: Config, hardware: Hardware, transient: Transient) -> dict[str, Any]:
+def measure(config: Config, hardware: Hardware, transient: Transient,
+            memory: int | None = None) -> dict[str, Any]:
     """What the fullest rank needs of a device's memory (`peak_bytes`) and its parts: `fixed_bytes` and
     `planned_bytes` for slots and buffers, and `taken_bytes` for CUDA and NCCL; the most bytes that a rank
-    sends over dp, and the time of a step. `peaks`: of each position."""
-    analysis = analyse(config, make_pipeline(config))
+    sends over dp, and the time of a step. `peaks`: of each position. `memory`: of a device; None: the
+    hardware's."""
+    analysis = analyse(config, room=plan_room(hardware, config, memory))
     plan, rows = analysis.plan, stages(analysis)
     held = peaks(analysis, hardware, transient.of(plan), rows)
     most = fullest(held)
@@ -94,7 +96,7 @@ def advise(config: Config, hardware: Hardware, memory: int | None = None,
     limit = None if memory is None else hardware.usable_bytes(memory)
     transient = Transient()
     progress("temporaries of each kind of unit")
-    here = {"setting": "as configured", "changes": {}, **measure(config, hardware, transient)}
+    here = {"setting": "as configured", "changes": {}, **measure(config, hardware, transient, memory)}
     rows, seen = [here], {repr(config.to_dict())}
     for changes in neighbours(config):
         other = change(config, changes)
@@ -106,9 +108,10 @@ def advise(config: Config, hardware: Hardware, memory: int | None = None,
         setting = " ".join(f"{name}={value}" for name, value in changes.items())
         progress(setting)
         try:
-            rows.append({"setting": setting, "changes": changes, **measure(other, hardware, transient)})
+            values = measure(other, hardware, transient, memory)
         except ThreedError:
             continue  # a limit in the config, such as activation_limit, refuses this neighbour
+        rows.append({"setting": setting, "changes": changes, **values})
     for row in rows:
         row["fits"] = limit is None or row["peak_bytes"] <= limit
     rest = sorted(rows[1:], key=lambda row: (not row["fits"],

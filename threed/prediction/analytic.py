@@ -147,9 +147,9 @@ class _Compute:
         return self.prices.update(size, home != Tier.DEVICE)
 
     def norm(self, position: int) -> float:
-        """CLIP reads the gradients, where they are."""
+        """CLIP reads the gradients where they are. (What leaves the device in one piece is read before.)"""
         table = self.table
-        return sum(self.prices.update(table.shard_numel(unit) * table.elements.grad, table.streams(unit))
+        return sum(self.prices.update(table.shard_numel(unit) * table.elements.grad, table.adds_on_host(unit))
                    for unit in table.stepped(position))
 
 

@@ -25,11 +25,20 @@ class FitRequest(NamedTuple):
     columns: int | None = None
 
 
+def room_of(config: Config, asked: FitRequest) -> float:
+    """Bytes of the device in question that a plan of the config may take."""
+    return peak.plan_room(_machine(asked, config), config, asked.memory)
+
+
+def _machine(asked: FitRequest, config: Config) -> Hardware:
+    return Hardware.parse(asked.hardware, OF_CPUS if config.run.device == "cpu" else DEFAULT)
+
+
 def fit(config: Config, asked: FitRequest,
         progress: Callable[[str], None]) -> tuple[dict[str, Any], list[str], str | None]:
     """Values for the document of `check`, texts to print, and why the config does not fit (None: it does, or
     there is no limit)."""
-    machine = Hardware.parse(asked.hardware, OF_CPUS if config.run.device == "cpu" else DEFAULT)
+    machine = _machine(asked, config)
     limit = asked.memory if asked.memory is not None else (
         peak.memory_of(machine, config) if asked.hardware else None)
     values, texts = {}, []
@@ -41,7 +50,7 @@ def fit(config: Config, asked: FitRequest,
         texts.append("\n".join([*lines, advising.show(rows, limit, asked.columns)]))
         values["costs"] = costs or machine.title
     else:
-        held = [peak.Peak(**row) for row in advising.measure(config, machine, Transient())["peaks"]]
+        held = [peak.Peak(**row) for row in advising.measure(config, machine, Transient(), limit)["peaks"]]
         texts.append(wrapped(peak.show(held), asked.columns))
     if limit is None:
         return values, texts, None

@@ -11,6 +11,7 @@ fragmentation, and what a kernel uses inside.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -105,6 +106,18 @@ def too_much(rows: list[Peak], machine: Hardware, memory: int) -> str | None:
 def memory_of(machine: Hardware, config: Config) -> int:
     """Bytes that a rank can have: of its device; on a CPU, of the machine, which its ranks share."""
     return machine.memory_bytes * (machine.devices if config.run.device == "cpu" else 1)
+
+
+_COMMUNICATORS = 4  # for which `plan_room` leaves memory: how many a plan has is not known before it is made
+
+
+def plan_room(machine: Hardware, config: Config, memory: int | None = None) -> float:
+    """Bytes that a plan may take of so many of a device's memory (None: the machine's), on which keys that
+    are `auto` depend (planner.auto.choices). On a CPU there is no limit."""
+    if config.run.device == "cpu":
+        return math.inf
+    usable = machine.usable_bytes(machine.memory_bytes if memory is None else memory)
+    return usable - machine.taken_bytes(_COMMUNICATORS)
 
 
 def room(rows: list[Peak], machine: Hardware, memory: int) -> str:

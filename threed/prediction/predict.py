@@ -15,7 +15,7 @@ from threed.prediction.analytic import cost as analytic_cost
 from threed.prediction.analytic import uneven
 from threed.prediction.contention import PricedPlan
 from threed.prediction.hardware import DEFAULT, OF_CPUS, Hardware
-from threed.prediction.peak import Peak, memory_of, too_much
+from threed.prediction.peak import Peak, memory_of, plan_room, too_much
 from threed.prediction.report import report
 from threed.prediction.rescale import transferred
 from threed.program.analysis import Analysis
@@ -43,7 +43,9 @@ def predict(what: Config | Plan, hardware: str = "", costs: str | Path | None = 
 
     >>> threed.predict(threed.load("configs/toy.yaml"), "h100-sxm")["step_time"]
     """
-    machine, step = priced(analysed(what), hardware, costs, imbalance)
+    check_type("hardware", hardware, str, 'a text such as "h100-sxm,adapter_gbps=200"')
+    room = plan_room(_machine(hardware, what), what) if isinstance(what, Config) else None
+    machine, step = priced(analysed(what, room), hardware, costs, imbalance)
     return {**document(step, machine, parse_tokens(tokens)),
             "default_hardware": not hardware and costs is None}
 
@@ -74,9 +76,8 @@ def priced(analysis: Analysis, hardware: str, costs: str | Path | None,
     if imbalance != 1 and costs is not None:
         raise InputError(f"imbalance={imbalance:g}: measured costs have that of their run; leave one of the "
                          "two out")
-    check_type("hardware", hardware, str, 'a text such as "h100-sxm,adapter_gbps=200"')
     check_type("costs", costs, (str, Path, None), "the folder of a run, or its costs.json")
-    machine = Hardware.parse(hardware, OF_CPUS if config_of(plan).run.device == "cpu" else DEFAULT)
+    machine = _machine(hardware, config_of(plan))
     if costs is None:
         cost = analytic_cost(plan, machine, None, imbalance)
         return machine, PricedPlan(analysis, cost, machine.title, machine)
@@ -86,6 +87,10 @@ def priced(analysis: Analysis, hardware: str, costs: str | Path | None,
         moved = transferred(plan, machine, make_plan(load_config(Path(costs))), measured)
         return machine, PricedPlan(analysis, moved.cost, f"{source}, another plan: {moved}")
     return machine, PricedPlan(analysis, analytic_cost(plan, machine, measured), source)
+
+
+def _machine(hardware: str, config: Config) -> Hardware:
+    return Hardware.parse(hardware, OF_CPUS if config.run.device == "cpu" else DEFAULT)
 
 
 def document(step: PricedPlan, machine: Hardware, tokens: float | None = None) -> dict[str, Any]:

@@ -31,13 +31,16 @@ p positions, m micro-batches, and v stages a position. With p = 3 and m = 4:
     pp2   .  .  F0 B0 F1 B1 F2 B2 F3 B3 W0 W1 W2 W3
 
 interleaved and breadth-first give each position v stages, which are p apart; zb-v, v-half, v-min and
-dualpipe-v give it two, in V shape, so that the first position also has the last stage.
+dualpipe-v give it two, in V shape, so that the first position also has the last stage; vertical makes each
+unit a stage. With p = 1, 3 units and m = 4, vertical in groups of 2 (F2.0: stage 2, micro-batch 0):
+
+    F0.0 F0.1 F1.0 F1.1 F2.0 F2.1  B2.0 B2.1 B1.0 B1.1 B0.0 B0.1  F0.2 F0.3 F1.2 F1.3 ...
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -122,9 +125,19 @@ def interleaved(p: int, m: int, v: int) -> Order:
 def breadth_first(p: int, m: int, v: int) -> Order:
     """Lamy-Poirier 2023: every micro-batch passes one stage before the position's next stage begins; keeps v
     m chunks."""
-    return [[*(Task("F", chunk * p + position, k) for chunk in range(v) for k in range(m)),
-             *(Task("B", chunk * p + position, k) for chunk in reversed(range(v)) for k in range(m))]
-            for position in range(p)]
+    return in_groups(line(p, v), m, m)
+
+
+def in_groups(place: Sequence[int], m: int, group: int) -> Order:
+    """Breadth-first for one group of micro-batches after the other: its forwards through all stages, then its
+    backwards, and then the next group. `place`: the position of each stage."""
+    order: Order = [[] for _ in range(max(place) + 1)]
+    stages = range(len(place))
+    for first in range(0, m, group):
+        for kind, through in (("F", stages), ("B", reversed(stages))):
+            for stage in through:
+                order[place[stage]] += [Task(kind, stage, k) for k in range(first, min(first + group, m))]
+    return order
 
 
 class _Vee:
@@ -273,9 +286,11 @@ def _number_weights(tasks: list[Task]) -> list[Task]:
     return result
 
 
-def forward_only(place: tuple[int, ...], m: int) -> Order:
-    """Evaluation, for any placement of stages: each position runs its tasks in the order of the wave
-    front."""
+def forward_only(place: tuple[int, ...], m: int, group: int | None = None) -> Order:
+    """Evaluation, for any placement of stages: each position runs its tasks in the order of the wave front;
+    or, where micro-batches pass stages in groups, as in training."""
+    if group is not None:
+        return [[task for task in tasks if task.kind == "F"] for tasks in in_groups(place, m, group)]
     order: Order = [[] for _ in range(max(place) + 1)]
     for wave in range(len(place) + m - 1):
         for stage in range(max(0, wave - m + 1), min(wave + 1, len(place))):
@@ -296,18 +311,31 @@ def vee(p: int, v: int) -> tuple[int, ...]:
     return (*range(p), *reversed(range(p)))
 
 
+def looped(p: int, stages: int) -> tuple[int, ...]:
+    """Position of each of so many stages, which p need not divide: a line whose first round skips positions
+    behind 0, so that the last stage is on the last position. For 5 stages and p = 3: 0 2 0 1 2."""
+    whole = line(p, -(-stages // p))
+    return (0, *whole[len(whole) - stages + 1:])
+
+
 @dataclass(frozen=True)
 class Schedule:
     """A row of `SCHEDULES`."""
 
     make: Callable[[int, int, int], Order]  # (p, m, v) -> order
     place: Callable[[int, int], tuple[int, ...]] = line  # (p, v) -> position of each stage
-    virtual: int | None = 1  # stages a position; None: any number of at least 2, from parallel.virtual_stages
+    # Stages a position; None: any number of at least 2, from parallel.virtual_stages; 0: each unit is a
+    # stage, which groups of parallel.group micro-batches pass (`make` then makes the order of one group)
+    virtual: int | None = 1
     least: Callable[[int], int] = lambda p: 1  # p -> the least number of micro-batches
     alone: str = "1f1b"  # where `virtual` is None: the schedule that it equals with one stage a position
     # The order for parallel.pair, where `make` runs too few forwards ahead for pairs; False: it has none,
     # since all forwards come before all backwards
     paired: Callable[[int, int, int], Order] | bool = True
+
+    @property
+    def by_unit(self) -> bool:
+        return self.virtual == 0
 
     def order(self, p: int, m: int, v: int, pair: bool = False) -> Order:
         """The order, or that for parallel.pair."""
@@ -325,6 +353,7 @@ SCHEDULES: dict[str, Schedule] = {
     "v-min": Schedule(v_min, vee, 2),
     "dualpipe-v": Schedule(dualpipe_v, vee, 2, lambda p: 2 * p),
     "breadth-first": Schedule(breadth_first, virtual=None, alone="gpipe", paired=False),
+    "vertical": Schedule(breadth_first, virtual=0, paired=False),
 }
 
 

@@ -71,6 +71,16 @@ class Config:
         return self.parallel.pp * (self.parallel.virtual_stages or (schedule and schedule.virtual) or 1)
 
     @property
+    def grouped(self) -> int | None:
+        """Micro-batches that pass a stage together; None: the schedule has no groups."""
+        schedule = SCHEDULES.get(self.parallel.schedule)
+        if schedule is None or not schedule.by_unit:
+            return None
+        group = self.parallel.group
+        assert isinstance(group, int), "parallel.group is not a number yet: call planner.auto.decided first"
+        return group
+
+    @property
     def shard_size(self) -> int:
         """Ranks that share one copy of what is sharded."""
         return self.zero.shard_size if self.zero.shard_size is not None else self.data_ranks

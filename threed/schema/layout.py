@@ -30,6 +30,11 @@ def _dp(value: int | str) -> Iterator[str]:
         yield f"={value}: must be 'auto' or an integer of at least 1"
 
 
+def _group(value: int | str) -> Iterator[str]:
+    if value != "auto" and (not isinstance(value, int) or value < 1):
+        yield f"={value}: must be 'auto' or an integer of at least 1"
+
+
 def _axis_order(value: str) -> Iterator[str]:
     if sorted(in_full(value.split("-"))) != sorted(AXES):
         yield f"={value}: must name each axis once, outermost first, for example {'-'.join(AXES)}"
@@ -67,6 +72,8 @@ class ParallelConfig:
                         choices=ChainMap[str, Any]({"auto": None}, SCHEDULES), prefix="file:", path=of_file)
     virtual_stages: int | None = key(
         None, "stages a rank; null: what the schedule has (2 in V shapes, else 1), or any for auto", least=1)
+    group: int | str = key("auto", "vertical: micro-batches that pass a unit before the next one begins, a "
+                           "divisor of those of a step; auto: the most that fit the device", check=_group)
     activation_limit: str | None = key(None, "most that a rank may keep: 2x (times 1F1B's peak) or bytes "
                                        "such as 30GiB", check=_activation_limit)
     sequence_parallel: bool = key(False, "outside tensor-parallel layers, activations are cut over tp by "

@@ -3,6 +3,7 @@ that all ranks must agree on is compared before the first step."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -43,8 +44,11 @@ from threed.monitor.state import FAILED
 from threed.optim import native
 from threed.optim.registry import OPTIMIZERS
 from threed.planner import Pipeline, analyse, make_mesh, make_pipeline
+from threed.planner.auto import choices, chosen_for, with_choices
 from threed.planner.facts import undivided, unequal, unpaired
-from threed.planner.from_config import save_config
+from threed.planner.from_config import config_of, save_config
+from threed.prediction.hardware import Hardware
+from threed.prediction.peak import plan_room
 from threed.program.analysis import Analysis
 from threed.schema import Config
 from threed.training.callbacks import in_order
@@ -78,6 +82,7 @@ def train(job: Job, local_rank: int, requests: Requests, watch: Watch, store: An
     config = job.config
     set_up(config)
     comm, analysis = connect(config, watch, pick(config.run.device, local_rank), store)
+    given, config = config, config_of(analysis.plan)  # with what was chosen for this device
     looks = local_rank == 0  # at shared files, for its host
     prepared = _share_data(job, watch, comm, requests, store, looks)
     data = open_splits(config, prepared)
@@ -92,7 +97,7 @@ def train(job: Job, local_rank: int, requests: Requests, watch: Watch, store: An
             resumed = resume(config, engine.zero, log.say if log else lambda line: None, mine)
         marks.mark("start")
         if log:
-            for line in report(config, *data):
+            for line in (*chosen_for(given, config), *report(config, *data)):
                 log.say(line)
             due = engine.zero.step_number < config.train.steps
             for line in resumed.notes if due else ():
@@ -141,14 +146,26 @@ def connect(config: Config, watch: Watch, device: torch.device, store: Any,
         watch.hosts = hosts(comm)
     with watch.phase("agree on a plan", waits=False):
         # Rank 0 plans: on another machine a search may round differently, and a file may be missing.
-        pipeline = comm.broadcast(make_pipeline(config) if watch.rank == 0 else None)
-        analysis = planning(config, pipeline)
+        # What fits depends on its device, too.
+        made = None
+        if watch.rank == 0:
+            chosen = choices(config, _room(config, device))
+            made = chosen, make_pipeline(with_choices(config, chosen))
+        chosen, pipeline = comm.broadcast(made)
+        analysis = planning(with_choices(config, chosen), pipeline)
         _agree(comm, config, analysis.digest)
     with watch.phase("connect pipeline positions"):
         comm.open_channels(channel_pairs(analysis.plan))
         if device_of(device).backend != "gloo":
             warm(comm)
     return comm, analysis
+
+
+def _room(config: Config, device: torch.device) -> float:
+    """Bytes of a device that a plan may take."""
+    if (own := device_of(device)).kind == "cpu":
+        return math.inf
+    return plan_room(Hardware(), config, own.memory_bytes())
 
 
 def _share_data(job: Job, watch: Watch, comm: Comm, requests: Requests, store: Any, looks: bool) -> Prepared:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import platform
+import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -60,6 +61,13 @@ def batches(config: Config, step: int, rank: int, device: torch.device) -> list[
         micro_batches.append(Batch(tokens[rows, :-1], tokens[rows, 1:], samples, config.train.seed,
                            config.tokens_per_step))
     return micro_batches
+
+
+def vertical(units: int, num_microbatches: int, group: int) -> list[str]:
+    """The settings with which groups of micro-batches go through one unit of one position after the other."""
+    if group == num_microbatches:  # a stage a unit
+        return ["parallel.schedule=breadth-first", f"parallel.virtual_stages={units}"]
+    return ["parallel.schedule=vertical", f"parallel.group={group}"]
 
 
 @contextmanager
@@ -119,6 +127,19 @@ def processors() -> tuple[float, float]:
 
 def machine() -> str:
     return f"{os.cpu_count()} cores, CPU, torch {torch.__version__}, Python {platform.python_version()}"
+
+
+def put_section(file: Path, title: str, text: str) -> None:
+    """Write a section of a file of Markdown, in place of the one of this title if there is one, else at the
+    end."""
+    before = file.read_text() if file.exists() else ""
+    sections = re.split(r"(?m)^(?=## )", before)
+    new, at = f"## {title}\n\n{text.strip()}\n", [f"## {title}" == each.split("\n", 1)[0] for each in sections]
+    if any(at):
+        sections[at.index(True)] = new + "\n" * (not at[-1])
+    else:
+        sections.append(("\n" if before else "") + new)
+    file.write_text("".join(sections))
 
 
 def columns(lines: Sequence[Sequence[str]]) -> str:

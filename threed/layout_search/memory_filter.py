@@ -34,6 +34,7 @@ class PartBytes(NamedTuple):
     fixed: int  # bytes on the device all the time
     host: int  # on the host
     trains: bool
+    pooled: bool  # whether its whole gradient is in a buffer that others use, too
     gathered: bool  # whether it is gathered in a buffer
     staged: bool  # whether its gradient arrives in a buffer
 
@@ -97,11 +98,12 @@ class MemoryFilter:
                 fixed, host = parameter_bytes(table, p), 0
                 if held.trains:
                     away = ratio if held.state_home != Tier.DEVICE else 0.0
-                    each = table.state_bytes(Tier.HOST, p) + table.elements.grad
+                    each = table.state_bytes(Tier.HOST, p) + table.streams(p) * table.elements.grad
                     host = round(away * table.shard_numel(p) * each) * (held.state_home == Tier.HOST)
                     fixed += gradient_bytes(table, p) + round(
                         (1 - away) * table.shard_numel(p) * table.state_bytes(Tier.DEVICE, p))
-                return PartBytes(held.numel, fixed, host, held.trains, not held.whole and table.is_cut(p),
+                pooled = held.trains and not table.in_place(p)
+                return PartBytes(held.numel, fixed, host, held.trains, pooled, not held.whole and table.is_cut(p),
                                  any(step.staged and step.ranks > 1 for step in held.reductions))
 
             tied = [p for p, held in table.parameters.items() if held.name == "tied embedding"]
@@ -197,8 +199,8 @@ def _fixed_bytes(layout: Layout, config: Config, parts: Sequence[PartBytes], win
     trained = [part.numel for part in parts if part.trains]
     size = sum(part.fixed for part in parts)
     size += _most([part.numel for part in parts if part.gathered], window) * element
-    if layout.stage >= 2:
-        size += _most(trained, len(trained) if layout.reduce_every == "step" else 2) * grad
+    pooled = [part.numel for part in parts if part.pooled]
+    size += _most(pooled, len(pooled) if layout.reduce_every == "step" else 2) * grad
     if any(part.staged for part in parts):
         size += max(trained, default=0) * reduce * (1 if reduce == grad else 2)
     return size

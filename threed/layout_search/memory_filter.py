@@ -102,8 +102,8 @@ class MemoryFilter:
                     host = round(away * table.shard_numel(p) * each) * (held.state_home == Tier.HOST)
                     fixed += gradient_bytes(table, p) + round(
                         (1 - away) * table.shard_numel(p) * table.state_bytes(Tier.DEVICE, p))
-                pooled = held.trains and not table.in_place(p)
-                return PartBytes(held.numel, fixed, host, held.trains, pooled, not held.whole and table.is_cut(p),
+                pooled, gathered = held.trains and not table.in_place(p), not held.whole and table.is_cut(p)
+                return PartBytes(held.numel, fixed, host, held.trains, pooled, gathered,
                                  any(step.staged and step.ranks > 1 for step in held.reductions))
 
             tied = [p for p, held in table.parameters.items() if held.name == "tied embedding"]

@@ -1,8 +1,8 @@
-"""threed's engine on one rank, whose computation and whose work beside it sleep; and what its steps should take.
+"""threed's engine on one rank, whose computation and exchanges sleep; and what its steps should take.
 
-The handlers of FORWARD, BACKWARD* and EXCHANGE sleep, the last on its lane, and so do OFFLOAD, FETCH and a STEP
-on the host, before they do their work. All else is real: messages, waits, lanes, frees, and a STEP on the
-device.
+The handlers of FORWARD, BACKWARD* and EXCHANGE sleep, the last on its lane, and so do OFFLOAD, FETCH and a
+STEP on the host, before they do their work. All else is real: messages, waits, lanes, frees, and a STEP on
+the device.
 """
 
 from __future__ import annotations
@@ -178,8 +178,8 @@ def simulate(programs: Sequence[Program], links: Sequence[Links], seconds: Secon
 
 
 def measured(programs: Sequence[Program], ranks: Sequence[Ran]) -> Seconds:
-    """What the instructions of a step of threed took that compute, step, exchange or move; the mean of one that
-    is there several times. `ranks`: one a position."""
+    """What the instructions of a step of threed took that compute, step, exchange or move; the mean of one
+    that is there several times. `ranks`: one a position."""
     times: dict[tuple[int, Instruction], list[float]] = defaultdict(list)
     for position, ran in enumerate(ranks):
         for item, took in zip(programs[position], ran.seconds, strict=True):

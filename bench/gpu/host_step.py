@@ -20,7 +20,7 @@ from threed.schema import OptimizerConfig
 
 MOVED = 30  # bytes a parameter: weight and moments read and written, the gradient read, bf16 weights written
 THREADS = (4, 8, 12, 14, 16)
-CHUNK = 64 << 20  # bytes of a copy
+CHUNK, MOST = 64 << 20, 1000  # bytes of a copy, and copies at most
 LINK = 64e9  # bytes a second: more than a link carries one way
 LARGE_PAGE = 1 << 21
 
@@ -63,18 +63,18 @@ def zeros(numel: int, memory: str) -> torch.Tensor:
 class Copies:
     """A device that copies to the host, if there is one."""
 
-    def __init__(self, cuda: bool):
+    def __init__(self, cuda: bool, size: int):
         self.stream = torch.cuda.Stream() if cuda else None
         if self.stream is not None:
-            self.of = torch.zeros(CHUNK, dtype=torch.uint8, device="cuda")
-            self.into = torch.zeros(CHUNK, dtype=torch.uint8, pin_memory=True)
+            self.of = torch.zeros(size, dtype=torch.uint8, device="cuda")
+            self.into = torch.zeros(size, dtype=torch.uint8, pin_memory=True)
 
     def beside(self, work: Callable[[], None], about_s: float) -> tuple[float, float]:
         """Seconds of work that takes some `about_s` alone, and bytes a second of the copies beside it."""
         assert self.stream is not None
-        ends = []
+        ends, size = [], len(self.into)
         with torch.cuda.stream(self.stream):
-            for _ in range(math.ceil(3 * about_s * LINK / CHUNK)):
+            for _ in range(min(MOST, math.ceil(3 * about_s * LINK / size))):
                 self.into.copy_(self.of, non_blocking=True)
                 ends.append(torch.cuda.Event())
                 ends[-1].record()
@@ -83,7 +83,7 @@ class Copies:
         took = time.perf_counter() - begin
         done = sum(end.query() for end in ends)
         self.stream.synchronize()
-        return took, done * CHUNK / took
+        return took, done * size / took
 
 
 def rates(memory: str, numel: int, threads: Sequence[int], rounds: int, cuda: bool) -> list[Rate]:
@@ -91,7 +91,7 @@ def rates(memory: str, numel: int, threads: Sequence[int], rounds: int, cuda: bo
     they are pinned where there is a device."""
     if native.ADAMW is None:
         raise RuntimeError(f"threed's kernel is not there: {native.MISSING}")
-    before, copies = torch.get_num_threads(), Copies(cuda)
+    before, copies = torch.get_num_threads(), Copies(cuda, min(CHUNK, numel))
     weight, exp_avg, exp_avg_sq = (zeros(numel, memory) for _ in range(3))
     grad = torch.full((numel,), 1e-3, pin_memory=cuda)
     narrow = torch.zeros(numel, dtype=torch.bfloat16, pin_memory=cuda)

@@ -3,7 +3,8 @@ sleep, on the engine.
 
 A GPT of 2.83B parameters on an H200, by the times of its instructions: the embedding, 12 blocks and the head
 are a unit each. FORWARD and BACKWARD sleep, and on their lanes so do OFFLOAD, STEP and FETCH, beside what
-they really do with tiny tensors. The plan, lanes, waits, rings and frees are the engine's.
+they really do with tiny tensors. The plan, lanes, waits, rings and frees are the engine's. The computation is
+a thread's, so that the engine runs ahead of it as on a GPU.
 
 A step is predicted by the walk of `threed predict`, from each instruction's own time: see
 bench/peers/pipeline.py, which does the same for pipelines.
@@ -136,7 +137,7 @@ def measure(case: Case, blocks: int, times: Times, repeat: int, comm: ProcessCom
     first use is set up."""
     before, used = processors(), time.process_time()
     planned = Planned(case, blocks, times)
-    ours, steps = Threed(planned.config, planned.plan, comm, set(), planned.sleeps), list[Ran]()
+    ours, steps = Threed(planned.config, planned.plan, comm, set(), planned.sleeps, ahead=True), list[Ran]()
     for number in range(2 + repeat):
         nap.on = number > 1
         steps.append(ours.step())
@@ -222,10 +223,12 @@ def main(argv: Sequence[str]) -> None:
               f"{', '.join(f'{op.name} {count}' for op, count in row.jobs.items())}; others {row.others:.0%}",
               file=sys.stderr, flush=True)
     forward, backward, *of_unit = (f"{ms:g}" for ms in args.times)
-    words = " ".join(["--sleep", *argv])
+    real_time = hasattr(os, "SCHED_RR") and os.sched_getscheduler(0) == os.SCHED_RR
+    first = "chrt --rr 1 python" if real_time else "python"
+    command = " ".join([first, "-m bench.peers.offload --sleep", *argv])
     text = "\n\n".join([
-        f"`python -m bench.peers.offload {words}`, {time.strftime('%Y-%m-%d')}. {machine()}; load "
-        f" average {load:.1f} at the start.\n{args.blocks} blocks, embedding and head; forward {forward} "
+        f"`{command}`, {time.strftime('%Y-%m-%d')}. {machine()}; load "
+        f"average {load:.1f} at the start.\n{args.blocks} blocks, embedding and head; forward {forward} "
         f"and backward {backward} ms a block, or head, and micro-batch;\nSTEP, OFFLOAD and FETCH "
         f"{', '.join(of_unit)} ms a unit; {args.repeat} steps each.\n"
         "What the columns are is in [../README.md](../README.md).",

@@ -63,13 +63,6 @@ def batches(config: Config, step: int, rank: int, device: torch.device) -> list[
     return micro_batches
 
 
-def vertical(units: int, num_microbatches: int, group: int) -> list[str]:
-    """The settings with which groups of micro-batches go through one unit of one position after the other."""
-    if group == num_microbatches:  # a stage a unit
-        return ["parallel.schedule=breadth-first", f"parallel.virtual_stages={units}"]
-    return ["parallel.schedule=vertical", f"parallel.group={group}"]
-
-
 @contextmanager
 def on_ranks(count: int, serve: Callable[..., None], *args: Any, method: str = "fork") -> Iterator[list[Any]]:
     """So many processes, which are killed at the end, and a pipe to each. Their body is `serve(rank, file of
@@ -134,9 +127,9 @@ def put_section(file: Path, title: str, text: str) -> None:
     end."""
     before = file.read_text() if file.exists() else ""
     sections = re.split(r"(?m)^(?=## )", before)
-    new, at = f"## {title}\n\n{text.strip()}\n", [f"## {title}" == each.split("\n", 1)[0] for each in sections]
-    if any(at):
-        sections[at.index(True)] = new + "\n" * (not at[-1])
+    new, old = f"## {title}\n\n{text.strip()}\n", [each.startswith(f"## {title}\n") for each in sections]
+    if any(old):
+        sections[old.index(True)] = new + "\n" * (not old[-1])
     else:
         sections.append(("\n" if before else "") + new)
     file.write_text("".join(sections))

@@ -9,8 +9,8 @@ step.
 
 In each all sides take turns, in an order that is drawn anew every round, on the same memory, files or data.
 
-With --sleep all work sleeps, and what is measured is how computation hides the host's step and the copies: see
-bench/peers/sleeping_offload.py.
+With --sleep all work sleeps, and what is measured is how computation hides the host's step and the copies:
+see bench/peers/sleeping_offload.py.
 
     python -m bench.peers.offload --help
     python -m bench.peers.offload --sleep --help

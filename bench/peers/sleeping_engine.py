@@ -1,8 +1,10 @@
-"""threed's engine on one rank, whose computation and whose work beside it sleep; and what its steps should take.
+"""threed's engine on one rank, whose computation and exchanges sleep; and what its steps should take.
 
-The handlers of FORWARD, BACKWARD* and EXCHANGE sleep, the last on its lane, and so do OFFLOAD, FETCH and a STEP
-on the host, before they do their work. All else is real: messages, waits, lanes, frees, and a STEP on the
-device.
+The handlers of FORWARD, BACKWARD* and EXCHANGE sleep, the last on its lane, and so do OFFLOAD, FETCH and a
+STEP on the host, before they do their work. All else is real: messages, waits, lanes, frees, and a STEP on
+the device.
+
+Where the engine is to run `ahead` of its computation, as the host does of a GPU, a thread sleeps for it.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from typing import NamedTuple
 import torch
 
 from bench.common import start_together
-from threed.comm.lanes import Job, Waiting
+from threed.comm.lanes import Job, ThreadLane, Waiting
 from threed.comm.process import ProcessComm
 from threed.engine.engine import Engine
 from threed.engine.loopback import channel_pairs
@@ -77,9 +79,9 @@ class Threed:
     """One rank of threed's engine with handlers that sleep."""
 
     def __init__(self, config: Config, plan: Plan, comm: ProcessComm, opened: set[tuple[int, int, str]],
-                 seconds: Callable[[Instruction], Sequence[float]]):
+                 seconds: Callable[[Instruction], Sequence[float]], ahead: bool = False):
         """`opened`: channels that earlier plans have opened. `seconds`: of an instruction, for which it
-        sleeps, one after the other."""
+        sleeps, one after the other. `ahead`: the computation is a lane, too."""
         pairs = set(channel_pairs(plan)) - opened
         comm.open_channels(sorted(pairs))
         opened |= pairs
@@ -95,6 +97,27 @@ class Threed:
         self._own = {op: self.engine.handlers[op] for op in MOVED}
         self.engine.handlers |= {**dict.fromkeys(COMPUTE, self.compute), Op.EXCHANGE: self.exchange,
                                  **dict.fromkeys(MOVED, self.move)}
+        if ahead:
+            self._go_ahead(comm)
+
+    def _go_ahead(self, comm: ProcessComm) -> None:
+        """Have a thread compute. What a rank does by itself at once, in its computation's stream, has a
+        thread, too; the host waits for the computation in CLIP, whose result it reads."""
+        orders, clip = self.engine.orders, self.engine.handlers[Op.CLIP]
+        comm.lane("compute").close()  # of an earlier engine
+        compute = comm._lanes["compute"] = ThreadLane("compute", comm.device)
+        for name, program in self.programs.items():
+            order = orders[name]
+            computed = {index for index, item in enumerate(program) if item.op in COMPUTE}
+            orders[name] = order._replace(jobs=order.jobs | computed)
+            for index in order.jobs:
+                comm.lane(order.effects[index].lane, beside=True)
+
+        def after_all(item: Instruction, slots: Slots) -> object:
+            compute.submit(lambda: None).wait()
+            return clip(item, slots)
+
+        self.engine.handlers |= {**dict.fromkeys(COMPUTE, self.exchange), Op.CLIP: after_all}
 
     def step(self) -> Ran:
         self.lane_s.clear()
@@ -178,8 +201,8 @@ def simulate(programs: Sequence[Program], links: Sequence[Links], seconds: Secon
 
 
 def measured(programs: Sequence[Program], ranks: Sequence[Ran]) -> Seconds:
-    """What the instructions of a step of threed took that compute, step, exchange or move; the mean of one that
-    is there several times. `ranks`: one a position."""
+    """What the instructions of a step of threed took that compute, step, exchange or move; the mean of one
+    that is there several times. `ranks`: one a position."""
     times: dict[tuple[int, Instruction], list[float]] = defaultdict(list)
     for position, ran in enumerate(ranks):
         for item, took in zip(programs[position], ran.seconds, strict=True):

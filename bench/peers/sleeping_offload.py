@@ -1,9 +1,10 @@
-"""Measure how the host's step and copies hide behind computation: an offloaded model of which all of them sleep,
-on the engine.
+"""Measure how the host's step and copies hide behind computation: an offloaded model of which all of them
+sleep, on the engine.
 
-A GPT of 2.83B parameters on an H200, by the times of its instructions: the embedding, 12 blocks and the head are
-a unit each. FORWARD and BACKWARD sleep, and on their lanes so do OFFLOAD, STEP and FETCH, beside what they
-really do with tiny tensors. The plan, lanes, waits, rings and frees are the engine's.
+A GPT of 2.83B parameters on an H200, by the times of its instructions: the embedding, 12 blocks and the head
+are a unit each. FORWARD and BACKWARD sleep, and on their lanes so do OFFLOAD, STEP and FETCH, beside what
+they really do with tiny tensors. The plan, lanes, waits, rings and frees are the engine's. The computation is
+a thread's, so that the engine runs ahead of it as on a GPU.
 
 A step is predicted by the walk of `threed predict`, from each instruction's own time: see
 bench/peers/pipeline.py, which does the same for pipelines.
@@ -25,7 +26,7 @@ from typing import NamedTuple
 
 import torch
 
-from bench.common import TIMEOUT_S, columns, machine, processors, put_section, vertical
+from bench.common import TIMEOUT_S, columns, machine, processors, put_section
 from bench.peers.sleeping_engine import (
     MOVED,
     SHAPE,
@@ -38,7 +39,6 @@ from bench.peers.sleeping_engine import (
     side,
     simulate,
 )
-from threed.base.errors import InputError
 from threed.comm.process import ProcessComm, file_store
 from threed.config.load import load
 from threed.planner import analyse, make_mesh
@@ -57,8 +57,9 @@ class Case(NamedTuple):
     overlap: str = "next"
 
     def __str__(self) -> str:
-        order = "1f1b" if not self.group else f"groups of {self.group}"
-        return f"{'parameters' if self.what == PARAMETERS else 'optimizer'}, {self.m}, {order}, {self.overlap}"
+        order = "1f1b" if not self.group else f"vertical by {self.group}"
+        what = "parameters" if self.what == PARAMETERS else "optimizer"
+        return f"{what}, {self.m}, {order}, {self.overlap}"
 
     def over(self, parts: int) -> Case:
         """With so many times fewer micro-batches."""
@@ -116,7 +117,7 @@ def config_of(case: Case, blocks: int) -> Config:
         "model.vocab=64", "model.vocab_multiple=64", "model.tie_embeddings=false", "precision.dtype=bf16",
         "parallel.dp=1", "run.device=cpu", f"train.global_batch_size={case.m * SHAPE[1]}",
         f"train.micro_batch_size={SHAPE[1]}", f"offload.overlap={case.overlap}", *case.what,
-        *(vertical(blocks + 2, case.m, case.group) if case.group else [])])
+        *(["parallel.schedule=vertical", f"parallel.group={case.group}"] if case.group else [])])
 
 
 # ---------------------------------------------------------------- the bench
@@ -136,7 +137,7 @@ def measure(case: Case, blocks: int, times: Times, repeat: int, comm: ProcessCom
     first use is set up."""
     before, used = processors(), time.process_time()
     planned = Planned(case, blocks, times)
-    ours, steps = Threed(planned.config, planned.plan, comm, set(), planned.sleeps), list[Ran]()
+    ours, steps = Threed(planned.config, planned.plan, comm, set(), planned.sleeps, ahead=True), list[Ran]()
     for number in range(2 + repeat):
         nap.on = number > 1
         steps.append(ours.step())
@@ -164,16 +165,16 @@ def run(cases: Sequence[Case], blocks: int, times: Times, repeat: int) -> Iterat
         comm.close()
 
 
-HEAD = ("offloaded, micro-batches, order, overlap", "ideal ms", "measured ms", "predicted ms", "ratio", "best",
-        "of means", "of ideal", "computes", "steps", "down", "up", "others")
+HEAD = ("offloaded, micro-batches, order, overlap", "ideal ms", "measured ms", "predicted ms", "ratio",
+        "best", "of means", "of ideal", "computes", "steps", "down", "up", "others")
 
 
 def cells(row: Row) -> list[str]:
     ours = row.threed
-    return [str(row.case), *(f"{1e3 * seconds:.0f}" for seconds in (row.ideal_s, ours.step_s, ours.simulated_s)),
-            f"{ours.ratio:.3f}", f"{ours.best_ratio:.3f}", f"{ours.ratio_to_means:.3f}",
-            f"{ours.step_s / row.ideal_s:.3f}",
-            *(f"{row.share[lane]:.0%}" for lane in (None, Op.STEP, Op.OFFLOAD, Op.FETCH)), f"{row.others:.0%}"]
+    shares = (*(row.share[lane] for lane in (None, Op.STEP, Op.OFFLOAD, Op.FETCH)), row.others)
+    return [str(row.case), *(f"{1e3 * each:.0f}" for each in (row.ideal_s, ours.step_s, ours.simulated_s)),
+            *(f"{each:.3f}" for each in (ours.ratio, ours.best_ratio, ours.ratio_to_means,
+                                         ours.step_s / row.ideal_s)), *(f"{each:.0%}" for each in shares)]
 
 
 def verdict(rows: Sequence[Row], target: float) -> str:
@@ -189,13 +190,14 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--blocks", type=int, default=12, help="(default: 12)")
     parser.add_argument("--times", type=float, nargs=5, metavar=("F", "B", "STEP", "OFFLOAD", "FETCH"),
                         default=[1.5, 3.0, 46.0, 15.0, 7.0],
-                        help="ms: forward and backward of a block, or of the head, for a micro-batch; the host's "
-                             "step, a gradient's way down and a weight's way up, of a unit (default: "
+                        help="ms: forward and backward of a block, or of the head, for a micro-batch; the "
+                             "host's step, a gradient's way down and a weight's way up, of a unit (default: "
                              "1.5 3 46 15 7)")
     parser.add_argument("--repeat", type=int, default=5, help="steps counted (default: 5)")
     parser.add_argument("--target", type=float, default=1.03,
                         help="most that measured / predicted may be (default: 1.03)")
-    parser.add_argument("--quick", action="store_true", help="2 blocks, a quarter of the micro-batches, one step")
+    parser.add_argument("--quick", action="store_true", 
+                        help="2 blocks, a quarter of the micro-batches, one step")
     parser.add_argument("--markdown", type=Path, metavar="FILE",
                         help="write the section to this file, too, in place of an older one")
     args = parser.parse_args(argv)
@@ -213,26 +215,24 @@ def main(argv: Sequence[str]) -> None:
     """The bench. `argv`: without --sleep."""
     args, begin, load, rows = parse(argv), time.monotonic(), os.getloadavg()[0], list[Row]()
     cases = [case.over(4) for case in CASES] if args.quick else CASES
-    times, left_out = Times(*(ms / 1e3 for ms in args.times)), list[str]()
-    for case in cases:
-        try:
-            config_of(case, args.blocks)
-        except InputError:
-            left_out.append(str(case))
-    for row in run([case for case in cases if str(case) not in left_out], args.blocks, times, args.repeat):
+    times = Times(*(ms / 1e3 for ms in args.times))
+    for row in run(cases, args.blocks, times, args.repeat):
         rows.append(row)
         print(f"{time.monotonic() - begin:4.0f} s  {row.case}: {1e3 * row.threed.step_s:.0f} ms, "
               f"{row.threed.ratio:.3f} of its prediction; jobs: "
               f"{', '.join(f'{op.name} {count}' for op, count in row.jobs.items())}; others {row.others:.0%}",
               file=sys.stderr, flush=True)
     forward, backward, *of_unit = (f"{ms:g}" for ms in args.times)
+    real_time = hasattr(os, "SCHED_RR") and os.sched_getscheduler(0) == os.SCHED_RR
+    first = "chrt --rr 1 python" if real_time else "python"
+    command = " ".join([first, "-m bench.peers.offload --sleep", *argv])
     text = "\n\n".join([
-        f"`python -m bench.peers.offload --sleep {' '.join(argv)}`, {time.strftime('%Y-%m-%d')}. {machine()}; load "
-        f"average {load:.1f} at the start.\n{args.blocks} blocks, embedding and head; forward {forward} and backward "
-        f"{backward} ms a block, or head, and micro-batch; STEP, OFFLOAD and FETCH {', '.join(of_unit)} ms a unit; "
-        f"{args.repeat} steps each.\nWhat the columns are is in [../README.md](../README.md).",
-        columns([HEAD, *map(cells, rows)]), verdict(rows, args.target),
-        *([f"Left out, as this version cannot plan them: {'; '.join(left_out)}."] if left_out else [])])
+        f"`{command}`, {time.strftime('%Y-%m-%d')}. {machine()}; load "
+        f"average {load:.1f} at the start.\n{args.blocks} blocks, embedding and head; forward {forward} "
+        f"and backward {backward} ms a block, or head, and micro-batch;\nSTEP, OFFLOAD and FETCH "
+        f"{', '.join(of_unit)} ms a unit; {args.repeat} steps each.\n"
+        "What the columns are is in [../README.md](../README.md).",
+        columns([HEAD, *map(cells, rows)]), verdict(rows, args.target)])
     print(f"## {TITLE}\n\n{text}")
     if args.markdown:
         put_section(args.markdown, TITLE, text)

@@ -164,8 +164,8 @@ def test_without_a_wait(waits, name, monkeypatch, tmp_path):
 
 
 def test_weights_that_come_late_hold_up_their_own_unit_alone():
-    """Of a single rank, too, whose GATHER sends nothing: the weights of the second unit do not come before the
-    first has computed."""
+    """Of a single rank, too, whose GATHER sends nothing: the weights of the second unit do not come before
+    the first has computed."""
     config = tiny(*SMALL, *CPU, "parallel.dp=1", "zero.prefetch=1")
     analysis, computed = analyse(config), threading.Event()
 

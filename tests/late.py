@@ -16,7 +16,7 @@ import torch
 from threed.comm import group as comm
 from threed.comm.lanes import Handle, Job, ThreadLane
 from threed.engine.engine import Engine
-from threed.program.instruction import Op, Slot, Tier
+from threed.program.instruction import Instruction, Op, Slot, Tier
 from threed.program.slots import Slots
 
 HOLD_S = 0.02  # long beside an instruction of a tiny model; other ranks may wait for what is held here
@@ -74,7 +74,7 @@ def be_late(monkeypatch: pytest.MonkeyPatch, seed: int, late: float = 0.7,
 
     def spoiled(self: Engine, *args, **options) -> None:
         init(self, *args, **options)
-        for op in (Op.GATHER, Op.FETCH, Op.STEP, Op.REDUCE):  # what travels has no value before its job
+        for op in (Op.GATHER, Op.FETCH, Op.STEP, Op.REDUCE, Op.OFFLOAD):  # what travels has no value before its job
             self.handlers[op] = _spoiling(self, self.handlers[op])
 
     monkeypatch.setattr(Engine, "__init__", spoiled)
@@ -96,11 +96,11 @@ def _spoiling(engine: Engine, handler: Callable) -> Callable:
         elif instruction.op == Op.STEP:
             slot = engine.plan.table.weight(unit).on(Tier.HOST)
             kept = slice(0, None if slot == engine.plan.table.weight(unit) else 0)
-        elif instruction.op == Op.REDUCE:
+        elif instruction.op in (Op.REDUCE, Op.OFFLOAD):
             slot = None
         else:
             slot = instruction.slot
-        value = slots.get(slot) if slot is not None else _streamed(engine, unit)
+        value = slots.get(slot) if slot is not None else _on_the_way(engine, instruction)
         weights = engine.states[unit].weights
         if value is None or (instruction.op == Op.FETCH and weights.in_place and value is weights.at_home):
             return job  # it writes nothing: STEP has
@@ -119,6 +119,11 @@ def _spoiling(engine: Engine, handler: Callable) -> Callable:
     return handle
 
 
-def _streamed(engine: Engine, unit: int) -> torch.Tensor | None:
-    """The reduced gradient of a unit in a buffer of its own; None where a reduction adds to what is there."""
-    return engine.states[unit].gradient.shard if engine.plan.table.streams(unit) else None
+def _on_the_way(engine: Engine, instruction: Instruction) -> torch.Tensor | None:
+    """The reduced gradient of a unit in a buffer of its own, on the device or on the host; None where it is
+    added to what is there, and where its memory is one with that of the device."""
+    gradient, streams = engine.states[instruction.unit].gradient, engine.plan.table.streams(instruction.unit)
+    if instruction.op == Op.REDUCE:
+        return gradient.shard if streams else None
+    lowers = instruction.kind in ("gshard", "gprev") and not streams and gradient.host is not gradient.shard
+    return gradient.host if lowers else None

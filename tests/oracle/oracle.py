@@ -149,7 +149,7 @@ class Oracle:
         self.result.norms.append(norm)
         if self.recipe.clip and norm > self.recipe.clip:
             grads = {name: grad * (self.recipe.clip / norm) for name, grad in grads.items()}
-        rows_of = {block: router.rows for block, router in self.routers.items()}
+        rows_of = {block: router.rows for block, router in self.routers.items() if router.rows is not None}
         self._update(grads, rows_of)
         self._publish()
 

@@ -23,7 +23,8 @@ CPU = replace(load("cpu-core"), half_dim=6.0, launch_us=9.0, host_us=120.0, cont
               exchange_efficiency=0.6)
 GPU = replace(load("a100-sxm"), efficiency=0.6, memory_efficiency=0.7, attention_efficiency=0.4,
               exchange_efficiency=1.3)
-RATES = {"step": 1e10, "alone": 1.5e10, "link": 5e9, "both": 0.8, "read": 1e9, "write": 5e8, "launch": 6e-6, "contention": 0.4,
+RATES = {"step": 1e10, "alone": 1.5e10, "link": 5e9, "both": 0.8,
+         "read": 1e9, "write": 5e8, "launch": 6e-6, "contention": 0.4,
          "context": 3e8, "memory": 8.5e10}
 
 

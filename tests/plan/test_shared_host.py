@@ -38,7 +38,7 @@ def took(analysis: Analysis, when, lane: str) -> list[float]:
 
 
 def test_ways_of_a_link_slow_each_other_down():
-    """Each copy takes longer by what runs the other way meanwhile: 55 GB/s alone and 44.9 at the same time."""
+    """Each copy takes longer by what runs the other way meanwhile: 55 GB/s alone, 44.9 at the same time."""
     over = [*AWAY, "zero.reduce_every=step"]  # no sum comes up
     analysis, seconds, alone = walked(over, ALONE)
     shared = timed(analysis, seconds, replace(ALONE, link_both=0.8))

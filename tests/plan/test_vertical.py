@@ -178,7 +178,7 @@ def test_the_largest_group_that_fits(others):
     for group in (1, 2, 4, 8):
         config = vertical("run.device=cuda", f"parallel.group={group}", *others)
         room = room_for(config)
-        assert fits(config, make_pipeline(config), room) and not fits(config, make_pipeline(config), room - 1)
+        assert fits(config, room) and not fits(config, room - 1)
         assert choices(auto, room) == {"parallel.group": group}
         assert choices(auto, room - 1) == {"parallel.group": max(group // 2, 1)}
         taken.append(room)

@@ -174,7 +174,7 @@ class Comm(ABC):
             self._lanes[name] = self._make_lane(name, beside)
         return self._lanes[name]
 
-    def _make_lane(self, name: str, beside: bool) -> Lane:
+    def _make_lane(self, name: str, beside: bool = False) -> Lane:
         groups = [group for group, row in GROUPS.items() if row.lane == name]
         if groups and not beside and all(len(self.mesh.group(group, self.rank)) == 1 for group in groups):
             return Lane(self.device)

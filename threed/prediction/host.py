@@ -28,6 +28,7 @@ from threed.program.summary import StageSummary, stages
 from threed.schema import Config
 
 STEPS = 20  # of offload.ratio, from 0 to 1
+FEW = 0.5  # below this offload.ratio there is little left of an offload
 MOST = 3  # remedies that are named: each takes a plan
 
 
@@ -149,22 +150,33 @@ def show_remedies(found: Iterator[Remedy]) -> str:
     return f"no other setting of offload fits host and device{nearest}; use more nodes, or a smaller model"
 
 
-def _by_ratio(config: Config, machine: Hardware) -> list[Remedy]:
-    """The largest offload.ratio, in steps of 1/STEPS, with which the host's memory is enough."""
+def _by_ratio(config: Config, machine: Hardware) -> Iterator[Remedy]:
+    """The largest offload.ratio, in steps of 1/STEPS, with which the host's memory is enough. A copy for
+    checkpoints is on the host wherever the state is: where it leaves little, the same without it."""
     if config.offload.optimizer != "cpu":
-        return []
-    low, high, best = 1, math.ceil(config.offload.ratio * STEPS) - 1, None
+        return
+    found, ratio = _largest(config, machine)
+    if found is not None:
+        yield found
+    if config.checkpoint.background and ratio < FEW:
+        found, _ = _largest(_changed(config, {"checkpoint.background": False}), machine)
+        if found is not None:
+            yield found._replace(setting=f"checkpoint.background=false {found.setting}")
+
+
+def _largest(config: Config, machine: Hardware) -> tuple[Remedy | None, float]:
+    """That ratio as a remedy, and as a number."""
+    low, high, best, ratio = 1, math.ceil(config.offload.ratio * STEPS) - 1, None, 0.0
     while low <= high:
         middle = (low + high) // 2
         other = _changed(config, {"offload.ratio": middle / STEPS})
-        if validate(other):
-            break
-        known = _with(other, machine)
+        known = _with(other, machine) if not validate(other) else None
         if known is not None and known[0] <= machine.usable_host_bytes:
-            low, best = middle + 1, Remedy(f"offload.ratio={middle / STEPS:g}", *known)
+            ratio, low = middle / STEPS, middle + 1
+            best = Remedy(f"offload.ratio={ratio:g}", *known)
         else:
             high = middle - 1
-    return [best] if best is not None else []
+    return best, ratio
 
 
 def _changes(config: Config) -> Iterator[tuple[str, Config]]:

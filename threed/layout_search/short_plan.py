@@ -142,9 +142,11 @@ class ShortPlans:
             if free == _FREE:
                 plain = replace(self.config, zero=ZeroConfig(0), offload=OffloadConfig())
                 made = short_plan(plain, microbatches, False, self._free_tables)
+                # In a longer step fewer copies go both ways at the same time.
+                machine = replace(self.hardware, link_both=1.0)
             else:
-                made = self._plan(microbatches)
-            walked = step(made.analysis, made.cost(self.hardware, free), self.hardware)
+                made, machine = self._plan(microbatches), self.hardware
+            walked = step(made.analysis, made.cost(machine, free), machine)
             self._times[key] = walked.total_s
             if free == _FREE and microbatches == self._filling:
                 self._last = [*_last_backwards(made.analysis, walked.walk)]

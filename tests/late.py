@@ -74,8 +74,7 @@ def be_late(monkeypatch: pytest.MonkeyPatch, seed: int, late: float = 0.7,
 
     def spoiled(self: Engine, *args, **options) -> None:
         init(self, *args, **options)
-        # what travels has no value before its job
-        for op in (Op.GATHER, Op.FETCH, Op.STEP, Op.REDUCE, Op.OFFLOAD):
+        for op in (Op.GATHER, Op.FETCH, Op.STEP, Op.REDUCE, Op.OFFLOAD):  # what travels is no number yet
             self.handlers[op] = _spoiling(self, self.handlers[op])
 
     monkeypatch.setattr(Engine, "__init__", spoiled)

@@ -12,7 +12,15 @@ import pytest
 
 from tests.fakecuda import shim
 from tests.fakecuda.server import Server
-from tests.fakecuda.test_mutants import KEPT_ON_HOST, ON_DISK, ON_HOST, SMALL, STEP_ON_HOST, ZERO3
+from tests.fakecuda.test_mutants import (
+    ADDED_ON_HOST,
+    KEPT_ON_HOST,
+    ON_DISK,
+    ON_HOST,
+    SMALL,
+    STEP_ON_HOST,
+    ZERO3,
+)
 from tests.harness import loopback, tiny
 from threed.comm.group import Comm
 from threed.engine.engine import Engine
@@ -33,6 +41,8 @@ CONFIGS = {
     "documents": ["data.document_mask=true"],
     "kept inputs on the host": KEPT_ON_HOST,
     "the optimizer on the host": STEP_ON_HOST,
+    "the optimizer on the host, no overlap": [*STEP_ON_HOST, "offload.overlap=none"],
+    "gradients on the host": ADDED_ON_HOST,
     "parameters on the host": ON_HOST,
     "all on disk": ON_DISK,
 }

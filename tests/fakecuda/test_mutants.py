@@ -10,6 +10,7 @@ from tests.harness import FILES, tiny
 ZERO3 = ["parallel.dp=2", "zero.stage=3", "zero.prefetch=1"]
 ON_HOST = ["parallel.dp=2", "zero.stage=3", "offload.optimizer=cpu", "offload.parameters=cpu"]
 STEP_ON_HOST = ["parallel.dp=2", "zero.stage=2", "offload.optimizer=cpu"]
+ADDED_ON_HOST = [*STEP_ON_HOST, "offload.gradients=host", "zero.reduce_every=1"]
 ON_DISK = ["parallel.dp=2", "zero.stage=3", "offload.optimizer=nvme", "offload.parameters=nvme", FILES]
 KEPT_ON_HOST = ["activation.policy=full", "activation.offload=cpu"]
 SMALL = ["model.layers=2", "model.hidden=16", "model.heads=4", "model.seq_len=8", "model.vocab=30",
@@ -22,7 +23,7 @@ CASES = {
     mutants.lane_does_not_wait_for_what_its_job_needs: (ZERO3, "a collective writes"),
     mutants.lane_does_not_wait_for_the_step_before: (ON_HOST, "zero_ wrote"),
     mutants.memory_of_copies_is_not_held: (KEPT_ON_HOST, "copy_ read"),
-    mutants.clip_does_not_wait_for_gradients_on_the_host: (STEP_ON_HOST, ""),
+    mutants.clip_does_not_wait_for_gradients_on_the_host: (ADDED_ON_HOST, ""),
     mutants.host_does_not_wait_for_copies: (ON_DISK, "the host writes to pinned memory"),
     mutants.thread_waits_for_nothing: (ON_DISK, "the host writes to pinned memory"),
 }

@@ -135,7 +135,8 @@ def chosen_for(given: Config, config: Config) -> list[str]:
     if config.offload.optimizer != "none" and config.zero.stage >= 2:
         every, where = config.zero.reduce_every, config.offload.gradients
         if given.zero.reduce_every in ("auto", None):
-            lines.append(f"zero.reduce_every=auto: {every}, since whole gradients "
+            whole = "whole gradients" if where == "device" else "whole gradients of the units under way"
+            lines.append(f"zero.reduce_every=auto: {every}, since {whole} "
                          f"{'fit the device' if every == 'step' else 'do not fit the device'}")
         if given.offload.gradients == "auto":
             lines.append(f"offload.gradients=auto: {where}, "

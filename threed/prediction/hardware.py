@@ -15,6 +15,7 @@ from yaml import YAMLError
 
 from threed.base.errors import InputError
 from threed.base.mesh import GROUPS, Mesh
+from threed.base.quantity import many
 from threed.base.words import nearest, same
 from threed.schema import key
 
@@ -98,7 +99,8 @@ class Hardware:
 
     @property
     def title(self) -> str:
-        return f"{self.name}: {self.tflops:g} TFLOPS, {self.memory_gb:g} GB, {self.devices} devices a node"
+        return (f"{self.name}: {self.tflops:g} TFLOPS, {self.memory_gb:g} GB, "
+                f"{many(self.devices, 'device')} a node")
 
     @property
     def node_ranks(self) -> float:

@@ -98,7 +98,7 @@ def too_much(use: HostUse, machine: Hardware, config: Config | None = None) -> s
 
 def room(use: HostUse, machine: Hardware) -> str:
     """How much of a host a plan that fits leaves."""
-    return (f"the host fits, too: {many(use.ranks, 'rank')} of a node need {show_bytes(use.bytes)} of the "
+    return (f"the host fits, too: {show_bytes(use.bytes)} for {many(use.ranks, 'rank')} of a node, of the "
             f"{show_bytes(machine.usable_host_bytes)} that may be in use")
 
 

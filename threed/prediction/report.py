@@ -34,8 +34,9 @@ def report(priced: PricedPlan, machine: Hardware, verify_every: int = 0) -> dict
     device, `peak_bytes` are those of `prediction.peak`, and `peak` says what they are made of.
     A position is busy while it computes, by the clock: where ranks share processors, each takes longer.
     Offloaded values keep their memory on the host and on disk all the time. `exposed_transfer_s`: how much
-    longer the step is than if moves between tiers were free. `verify`: how much longer a step takes that is
-    computed twice, and a step on average (without checksums)."""
+    longer the step is than if moves between tiers were free; `exposed_host_s`: than if the host's steps were
+    free, too. `verify`: how much longer a step takes that is computed twice, and a step on average (without
+    checksums)."""
     plan, cost = priced.plan, priced.cost
     analysis, links = priced.analysis, priced.analysis.simulated("train")
     seconds, (when, total) = priced.seconds, priced.step
@@ -54,17 +55,24 @@ def report(priced: PricedPlan, machine: Hardware, verify_every: int = 0) -> dict
                            "host": mine.host_bytes + mine.snapshot_bytes},
             "peak": peak._asdict(),
             "transfer_s": _transfers(links[position], seconds[position]),
+            "host_s": sum(_seconds(links[position], seconds[position], _steps_on_host)),
             "memory": [{"seconds": slower * when.start[position][i],
                         "device": peak.fixed_bytes + kept[i] + peak.taken_bytes}
                        for i in highest(kept, SAMPLES)],
             **mine.document(),
         })
     bubble = sum(row["bubble"] for row in rows) / len(rows)
-    free_s = total
+    longer = {"exposed_transfer_s": 0.0, "exposed_host_s": 0.0}
     if any(row["transfer_s"] for row in rows):
-        free_s = step(analysis, lambda at, item: 0.0 if item.op in _BETWEEN_TIERS else cost(at, item),
-                      priced.hardware).total_s
-    return {"step_time": total, "bubble": bubble, "exposed_transfer_s": total - free_s,
+        on_host = [{unit for unit in plan.table.stepped(position) if plan.table.away(unit)}
+                   for position in range(len(rows))]
+        without: dict[str, Cost] = {
+            "exposed_transfer_s": lambda at, item: 0.0 if item.op in _BETWEEN_TIERS else cost(at, item),
+            "exposed_host_s": lambda at, item: 0.0 if item.op in _BETWEEN_TIERS or (
+                item.op == Op.STEP and item.unit in on_host[at]) else cost(at, item)}
+        longer = {name: total - step(analysis, free, priced.hardware).total_s
+                  for name, free in without.items()}
+    return {"step_time": total, "bubble": bubble, **longer,
             "costs": priced.source, "digest": analysis.digest,
             "checkpoint": _checkpoint(analysis, cost, when), "stages": rows, "slower": slower,
             **_verifying(analysis, cost, verify_every, slower)}
@@ -132,6 +140,10 @@ def _works(form: Form) -> bool:
     return form.item.op in COMPUTE or (form.item.op == Op.STEP and form.effect.lane == "compute")
 
 
+def _steps_on_host(form: Form) -> bool:
+    return form.item.op == Op.STEP and form.effect.lane != "compute"
+
+
 def _seconds(links: Links, seconds: Sequence[float], chosen: Callable[[Form], bool]) -> list[float]:
     """Seconds of the instructions of some forms."""
     forms = {form for form in dict.fromkeys(links.forms) if chosen(form)}
@@ -191,6 +203,7 @@ def show(values: dict[str, Any], columns: int | None = None) -> str:
         if row["moved_bytes"]:
             links = ", ".join(f"{lane} {show_bytes(size)} in {show_seconds(row['transfer_s'].get(lane, 0.0))}"
                               for lane, size in sorted(row["moved_bytes"].items()))
+            links += f"; the host steps in {show_seconds(row['host_s'])}" if row["host_s"] else ""
             lines.append(wrapped(f"pp{position} holds {show_bytes(row['host_bytes'])} on the host and "
                                  f"{show_bytes(row['disk_bytes'])} on disk; moves a step: {links}",
                                  columns))
@@ -199,8 +212,9 @@ def show(values: dict[str, Any], columns: int | None = None) -> str:
                              f"{show_seconds(saved['copy_s'])}, beside the next step, which takes "
                              f"{show_seconds(saved['blocked_s'])} longer", columns))
     if any(row["moved_bytes"] for row in values["stages"]):
-        longer = show_seconds(max(0.0, values["exposed_transfer_s"]))
-        lines.append(f"moving between tiers makes the step {longer} longer than if it were free")
+        moves, both = (show_seconds(max(0.0, values[f"exposed_{what}_s"])) for what in ("transfer", "host"))
+        steps = f", and with the host's steps {both}" if any(row["host_s"] for row in values["stages"]) else ""
+        lines.append(f"moving between tiers makes the step {moves} longer than if it were free{steps}")
     if (verify := values.get("verify")) is not None:
         lines.append(wrapped(f"every {verify['every']} steps one is computed twice: "
                              f"{show_seconds(verify['rehearsal_s'])} longer, "

@@ -213,7 +213,8 @@ def show(values: dict[str, Any], columns: int | None = None) -> str:
                              f"{show_seconds(saved['blocked_s'])} longer", columns))
     if any(row["moved_bytes"] for row in values["stages"]):
         moves, both = (show_seconds(max(0.0, values[f"exposed_{what}_s"])) for what in ("transfer", "host"))
-        steps = f", and with the host's steps {both}" if any(row["host_s"] for row in values["stages"]) else ""
+        on_host = any(row["host_s"] for row in values["stages"])
+        steps = f", and with the host's steps {both}" if on_host else ""
         lines.append(f"moving between tiers makes the step {moves} longer than if it were free{steps}")
     if (verify := values.get("verify")) is not None:
         lines.append(wrapped(f"every {verify['every']} steps one is computed twice: "

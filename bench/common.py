@@ -6,6 +6,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import platform
+import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -119,6 +120,19 @@ def processors() -> tuple[float, float]:
 
 def machine() -> str:
     return f"{os.cpu_count()} cores, CPU, torch {torch.__version__}, Python {platform.python_version()}"
+
+
+def put_section(file: Path, title: str, text: str) -> None:
+    """Write a section of a file of Markdown, in place of the one of this title if there is one, else at the
+    end."""
+    before = file.read_text() if file.exists() else ""
+    sections = re.split(r"(?m)^(?=## )", before)
+    new, old = f"## {title}\n\n{text.strip()}\n", [each.startswith(f"## {title}\n") for each in sections]
+    if any(old):
+        sections[old.index(True)] = new + "\n" * (not old[-1])
+    else:
+        sections.append(("\n" if before else "") + new)
+    file.write_text("".join(sections))
 
 
 def columns(lines: Sequence[Sequence[str]]) -> str:

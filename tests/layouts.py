@@ -10,7 +10,7 @@ from threed.base.errors import ThreedError
 from threed.config.validate import validate
 from threed.layout_search.best_first import Search, SearchResult
 from threed.layout_search.bounds import Bounds
-from threed.layout_search.layout import Layout, config_of
+from threed.layout_search.layout import Layout, config_of, schedules
 from threed.layout_search.memory_filter import MemoryFilter
 from threed.layout_search.request import Question, ask
 from threed.layout_search.short_plan import ShortPlans
@@ -58,7 +58,7 @@ def full_s(config: Config, hardware: Hardware) -> float:
 
 def draw(rng: random.Random, bounds: Bounds) -> Layout:
     tp, dp, pp = rng.choice((1, 1, 2, 4, 8)), rng.choice((1, 2, 4, 8, 16)), rng.choice((1, 2, 3, 4))
-    schedule = rng.choice(list(SCHEDULES)) if pp > 1 else "1f1b"
+    schedule = rng.choice(schedules()) if pp > 1 else "1f1b"
     stage, policy = rng.randrange(4) if dp > 1 else 1, rng.choice(("none", "selective", "full"))
     tiles, reduced = bounds.units().tiles(tp), bounds.config.precision.dtype
     layout = Layout(

@@ -10,13 +10,14 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from threed import devices
 from threed.base.errors import InputError, RunError
-from threed.devices import cuda, forks, pick
+from threed.devices import cuda, forks, host, pick
 from threed.devices.cpu import Cpu
 from threed.engine import gpu
 from threed.launcher import local as launcher
@@ -193,7 +194,7 @@ def sysfs(tmp_path, monkeypatch):
         return tmp_path
 
     (tmp_path / "groups").write_text("")
-    monkeypatch.setattr(gpu, "GROUPS", tmp_path / "groups")
+    monkeypatch.setattr(host, "GROUPS", tmp_path / "groups")
     write({"devices/system/node/node0/cpulist": "0-3,8-11", "devices/system/node/node1/cpulist": "4-7,12-15",
            "devices/system/cpu/online": "0-15", f"bus/pci/devices/{BUS}/numa_node": "1"})
     return write
@@ -223,6 +224,37 @@ def test_processors_of_a_job(sysfs, groups, file):
     assert gpu.near_cpus(BUS, {2, 3, 4, 5}, root) == {4, 5}
     assert gpu.near_cpus(BUS, {3, 4}, root) is None
     assert gpu.near_cpus(BUS, {4, 5}, sysfs({file: "4-5"})) is None, "all of them are there already"
+
+
+@pytest.mark.parametrize("groups, files, limit", [
+    ("", {}, None), ("0::/", {"memory.max": "max"}, None), ("0::/job", {"job/memory.max": "4096"}, 4096),
+    ("0::/job/step", {"job/memory.max": "8192", "job/step/memory.max": "max"}, 8192),
+    ("0::/outside", {"memory.max": "4096"}, 4096),
+    ("4:cpu,memory:/a\n0::/", {"memory/a/memory.limit_in_bytes": "12288"}, 12288),
+    ("3:cpuset:/a", {"memory/a/memory.limit_in_bytes": "4096"}, None)])
+def test_memory_of_a_job(sysfs, groups, files, limit):
+    """Of a container or a job that has less than its machine, as one of its groups says."""
+    root = sysfs({"groups": groups, **{f"fs/cgroup/{name}": text for name, text in files.items()}})
+    all_ = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert host.memory_bytes(root) == (all_ if limit is None else limit)
+
+
+@pytest.mark.parametrize("cpus, hosts, threads", [
+    ([range(16)], ["a"], 14), ([range(16)] * 4, ["a"] * 4, 2), ([range(16)] * 2, ["a", "b"], 14),
+    ([range(8), range(8, 16)], ["a", "a"], 6), ([range(2)], ["a"], 1), ([range(4)] * 8, ["a"] * 8, 1)])
+def test_threads_of_a_step_on_the_host(monkeypatch, cpus, hosts, threads):
+    """Beside those that issue kernels, on the processors that a rank shares with others of its host."""
+    everywhere = [(name, sorted(each)) for name, each in zip(hosts, cpus, strict=True)]
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {*cpus[0]})
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+
+    def comm(device: str) -> Any:
+        return SimpleNamespace(rank=0, device=torch.device(device), exchange=lambda mine: everywhere)
+
+    assert gpu.step_threads(comm("cuda"), hosts) == threads
+    assert gpu.step_threads(comm("cpu"), hosts) == 0, "torch's"
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert gpu.step_threads(comm("cuda"), hosts) == 0, "somebody has chosen"
 
 
 def test_a_rank_stays_beside_its_gpu(sysfs, monkeypatch):

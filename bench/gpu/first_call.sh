@@ -8,7 +8,7 @@
 #   --whole       all tests of tests/gpu, all models and all settings of bench/gpu/models.py (what `make gpu` does)
 #   --small       tiny models and few tests, to try this script; so it is without a GPU
 #   PART...       these parts alone, of: wheels facts plain resume fused documents graphs offload verified own
-#                 all_gpus losses tests calibrate bench
+#                 all_gpus losses tests calibrate offloaded bench
 #
 # It needs one GPU, Python 3.11 or newer with a CUDA build of torch, and either an installed checkout (PYTHON
 # names its Python), or, on a bare machine with torch, numpy, fsspec, jinja2, psutil, pytest, pyyaml, rich,
@@ -21,14 +21,14 @@
 # wandb, hjson and plotly are not needed here. Nothing is fetched.
 #
 # What it finds is in $OUT (default: build/first_call), written as it comes, so that whoever is killed leaves
-# what there was: summary.md (a row a part), log.txt (all output), hardware.yaml (of `threed calibrate`), gpu.md
-# and gpu.json (the models). No part ends the others. The exit status is 1 if a part failed. A part that is left
+# what there was: summary.md (a row a part), log.txt (all output), hardware.yaml (of `threed calibrate`),
+# offload.md (one model with and without offload), gpu.md and gpu.json (the models). No part ends the others. The exit status is 1 if a part failed. A part that is left
 # out has not failed.
 set -uo pipefail
 
 usage() { sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p}' "$0"; }
 parts=(wheels facts plain resume fused documents graphs offload verified own all_gpus losses tests calibrate
-  bench)
+  offloaded bench)
 seconds="" whole="" small="" chosen=()
 while (($#)); do
   case $1 in
@@ -58,7 +58,7 @@ child=""
 trap 'rm -rf "$scratch"' EXIT
 trap '[[ ! $child ]] || kill "$child"; exit 130' INT TERM HUP  # timeout passes it on to its part
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 WANDB_MODE=disabled
-rm -f "$out"/{gpu.md,gpu.json,hardware.yaml}
+rm -f "$out"/{gpu.md,gpu.json,hardware.yaml,offload.md}
 : >"$out/log.txt"
 printf '# First call\n\n`%s`, %s, %s\n\n| part | status | seconds | says |\n|---|---:|---:|---|\n' \
   "bench/gpu/first_call.sh" "$(date +%F)" "$(uname -sr)" >"$out/summary.md"
@@ -161,7 +161,7 @@ fi
 left=$((seconds - SECONDS))
 tests=(tests/gpu/test_{feed,attention,clock,lanes,contract}.py)
 models=(--models 1.3B-2k 2.7B-4k 125M-2k --steps 4)
-most=$((left > 260 ? left - 210 : 60))
+most=$((left > 410 ? left - 360 : 60))
 [[ $small ]] && tests=(tests/gpu/test_feed.py) most=60 &&
   models=(--models tiny --settings loss_chunk --steps 2 --small)
 [[ $whole ]] && tests=(tests/gpu) models=(${small:+--small}) most=1800
@@ -170,9 +170,15 @@ part tests "$most" 20 '(passed|skipped|failed)' "$python" -m pytest -m gpu -rs -
 hardware=()
 [[ $small ]] || part calibrate 120 40 '^wrote' "$python" -m threed calibrate -o "$out/hardware.yaml" &&
   [[ -e $out/hardware.yaml ]] && hardware=(--hardware "$out/hardware.yaml")
+most=$(($([[ $whole ]] && echo 240 || echo 150)))
+((most < seconds - SECONDS - 10)) || most=$((seconds - SECONDS - 10))
+part offloaded "$most" 40 '^ *[0-9]+ s  .*tokens/s' "$python" -m bench.gpu.offload ${small:+--quick} \
+  "${hardware[@]}" --seconds "$((most - 5))" --markdown "$out/offload.md"
 part bench "$((seconds - SECONDS))" 30 '^measured: ' "$python" -m bench.gpu.models "${models[@]}" "${hardware[@]}" \
   --seconds "$((seconds - SECONDS - 10))" --markdown "$out/gpu.md" --json "$out/gpu.json"
 
-[[ ! -e $out/gpu.md ]] || { echo; cat "$out/gpu.md"; }
+for tables in "$out"/{offload,gpu}.md; do
+  [[ ! -e $tables ]] || { echo; cat "$tables"; }
+done
 echo; cat "$out/summary.md"
 exit "$failed"

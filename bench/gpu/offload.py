@@ -1,12 +1,13 @@
-"""The largest GPT that one device trains, with and without offload, its tokens a second, and what of the
-copies is hidden.
+"""What offload costs on one device: tokens a second of one model with each setting, beside those of nothing
+and of the prediction; the memory of the host; and how fast the host steps.
 
-A GPT of a fixed width gets as many blocks as the plan of each setting allows in the device's memory, and
-trains. Then the largest one that needs no setting trains with each of them: what a setting costs where it is
-not needed.
+With --largest, instead: a GPT of a fixed width gets as many blocks as the plan of each setting allows in the
+device's memory, and trains.
 
 On a GPU the memory is the GPU's. Without one it is a number of bytes (--memory) that plans are held against,
 and host and device are the same memory: sizes are true of the plan, times say nothing of a GPU.
+
+What is measured is written at once. A measurement that fails or dies is a row that says why.
 
     python -m bench.gpu.offload --help
 """
@@ -16,294 +17,360 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import psutil
 import torch
 
-from bench.common import Sizes, batches, machine, make_config, processors
+from bench.common import Sizes, batches, columns, machine, make_config, processors
+from bench.gpu import host_step
+from bench.gpu.apart import outcomes
+from bench.gpu.side import alone
+from bench.gpu.watched import LANES, event, hidden, watch_lanes
 from threed.base.errors import RunError
 from threed.base.quantity import parse_bytes, show_bytes, show_count
-from threed.comm.group import HOST_LANES, Comm
-from threed.comm.lanes import Handle, Job, Lane
-from threed.comm.process import ProcessComm, file_store
+from threed.comm.group import Comm
 from threed.devices import device_of
 from threed.engine.device import set_up
 from threed.engine.engine import Engine
-from threed.models.model import layers
-from threed.planner import analyse, make_mesh, make_plan
-from threed.program.instruction import COMPUTE
+from threed.planner import analyse
+from threed.prediction.hardware import OF_CPUS, named_as
+from threed.prediction.predict import predict
+from threed.program.analysis import Analysis
 from threed.program.summary import stages
-from threed.program.trace import Trace
 from threed.schema import Config
 from threed.tensor.random import draw_in_place
 
+
+class Setting(NamedTuple):
+    more: list[str]
+    times: int = 1  # as many micro-batches
+
+
 RECOMPUTE, OPTIMIZER = ["activation.policy=full"], ["zero.stage=2", "offload.optimizer=cpu"]
 PARAMETERS = ["zero.stage=3", "offload.optimizer=cpu", "offload.parameters=cpu"]
+VERTICAL = ["parallel.schedule=vertical"]
+# In the order in which they are measured: what tells most comes first.
 SETTINGS = {
-    "nothing": [],
-    "recompute": RECOMPUTE,
-    "optimizer": OPTIMIZER,
-    "optimizer, recompute": [*OPTIMIZER, *RECOMPUTE],
-    "parameters": PARAMETERS,
-    "parameters, recompute": [*PARAMETERS, *RECOMPUTE],
-    "parameters, activations": [*PARAMETERS, *RECOMPUTE, "activation.offload=cpu"],
+    "nothing": Setting([]),
+    "optimizer": Setting(OPTIMIZER),
+    "optimizer, vertical": Setting([*OPTIMIZER, *VERTICAL]),
+    "parameters, vertical": Setting([*PARAMETERS, *VERTICAL]),
+    "optimizer, 4 x micro-batches": Setting(OPTIMIZER, 4),
+    "optimizer, vertical, 4 x micro-batches": Setting([*OPTIMIZER, *VERTICAL], 4),
+    "optimizer, overlap=none": Setting([*OPTIMIZER, "offload.overlap=none"]),
+    "optimizer, ratio=0.5": Setting([*OPTIMIZER, "offload.ratio=0.5"]),
+    "optimizer, bf16 gradients": Setting([*OPTIMIZER, "precision.grad_dtype=bf16",
+                                          "precision.reduce_dtype=bf16"]),
+    "parameters": Setting(PARAMETERS),
+    "optimizer, gradients=host reduce_every=1": Setting([*OPTIMIZER, "offload.gradients=host",
+                                                         "zero.reduce_every=1"]),
 }
-LANES = ("d2h", "h2d", "host")
-Intervals = list[tuple[float, float]]  # seconds from a step's begin
-
-
+LARGEST = {
+    "nothing": Setting([]),
+    "recompute": Setting(RECOMPUTE),
+    "optimizer": Setting(OPTIMIZER),
+    "optimizer, recompute": Setting([*OPTIMIZER, *RECOMPUTE]),
+    "parameters": Setting(PARAMETERS),
+    "parameters, recompute": Setting([*PARAMETERS, *RECOMPUTE]),
+    "parameters, activations": Setting([*PARAMETERS, *RECOMPUTE, "activation.offload=cpu"]),
+}
+LEAST_S = 15  # a row that would have less does not begin
+STEPS_S = 25  # that a GPU's host has for its own steps, after the rows
 # One block, of which a setting gets as many as fit.
 LARGE, SMALL = Sizes(1, 4096, 32, 50304, 2048, 1, 8, "bf16"), Sizes(1, 128, 4, 512, 64, 2, 4)
 
 
+class Device(NamedTuple):
+    name: str
+    memory: int  # bytes that plans may take
+    hardware: str  # as `threed predict --hardware`
+
+
 class Measured(NamedTuple):
-    """A setting at a number of blocks. Bytes are the plan's, but for `peak`."""
+    """A setting at a number of blocks. Bytes of `device` and `host` are the plan's."""
 
     layers: int
     parameters: int
     device: int
     host: int
-    peak: int  # 0 where nothing tells
+    peak: int  # of the device; 0 where nothing tells
+    resident: int  # bytes that the process has more in memory than before
+    taken: int  # bytes by which the machine has less memory that is available
     step_s: float
     tokens_per_s: float
+    predicted_per_s: float
     lanes: dict[str, tuple[float, float]]  # lane -> (seconds at work, share of them during which the device
     # computed)
-
-
-class TimedLane(Lane):
-    """A lane that notes when each of its jobs ran."""
-
-    def __init__(self, lane: Lane, mark: Callable[[], Any]):
-        super().__init__(lane.device)
-        self._lane, self._mark = lane, mark
-        self.marks: list[tuple[Any, Any]] = []
-
-    def submit(self, job: Job, after: Sequence[Handle] = ()) -> Handle:
-        def timed() -> None:
-            begin = self._mark()
-            job()
-            self.marks.append((begin, self._mark()))
-
-        return self._lane.submit(timed, after)
-
-    def close(self) -> None:
-        self._lane.close()
-
-
-def event() -> Any:
-    """A mark in the current stream."""
-    mark = torch.cuda.Event(enable_timing=True)
-    mark.record()
-    return mark
-
-
-def watch_lanes(comm: Comm) -> dict[str, TimedLane]:
-    """Put a TimedLane around each lane of LANES. The host's lanes tell the host's time, whatever the
-    device."""
-    lanes = {}
-    for name in LANES:
-        streams = comm.device.type == "cuda" and name not in HOST_LANES
-        lanes[name] = comm._lanes[name] = TimedLane(comm.lane(name), event if streams else time.monotonic)
-    return lanes
-
-
-def overlap(intervals: Intervals, others: Intervals) -> float:
-    """Seconds of `intervals` inside `others`; neither has two at the same time."""
-    return sum(max(0.0, min(end, stop) - max(begin, start))
-               for begin, end in intervals for start, stop in others)
 
 
 # ---------------------------------------------------------------- one setting
 
 
-def config_of(size: Sizes, blocks: int, setting: str) -> Config:
-    return make_config(size._replace(layers=blocks), 1, "model.position=rotary", *SETTINGS[setting])
+def config_of(size: Sizes, blocks: int, setting: Setting) -> Config:
+    sizes = size._replace(layers=blocks, num_microbatches=setting.times * size.num_microbatches)
+    return make_config(sizes, 1, "model.position=rotary", "optimizer.clip_grad=1", *setting.more)
 
 
-def needs(size: Sizes, blocks: int, setting: str) -> tuple[int, int]:
+def needs(analysis: Analysis) -> tuple[int, int]:
     """(device, host) bytes of the plan."""
-    row = stages(analyse(config_of(size, blocks, setting)))[0]
+    row = stages(analysis)[0]
     return row.fixed_bytes + row.activation_peak_bytes, row.host_bytes
 
 
-def largest(size: Sizes, setting: str, device: int, host: int, most: int) -> int:
+def room_of_host() -> int:
+    return int(0.8 * psutil.virtual_memory().available)
+
+
+def largest(size: Sizes, setting: Setting, device: Device, most: int) -> int:
     """The most blocks, up to `most`, whose plan fits; 0 if none does."""
     low, high = 0, most + 1
     while high - low > 1:
         middle = (low + high) // 2
-        needed = needs(size, middle, setting)
-        low, high = (middle, high) if needed[0] <= device and needed[1] <= host else (low, middle)
+        needed = needs(analyse(config_of(size, middle, setting), room=device.memory))
+        low, high = (middle, high) if fits(needed, device) else (low, middle)
     return low
 
 
-def train(size: Sizes, blocks: int, setting: str, comm: Comm, steps: int) -> Measured:
-    """Train a step that does not count, and `steps` that do; the fastest of them."""
+def fits(needed: tuple[int, int], device: Device) -> bool:
+    return needed[0] <= device.memory and needed[1] <= room_of_host()
+
+
+def empty(cuda: bool) -> tuple[int, int]:
+    """Give back the memory of earlier runs; (resident, available) bytes of the host then."""
+    gc.collect()
+    if cuda:
+        torch.cuda.empty_cache()
+        getattr(torch._C, "_host_emptyCache", lambda: None)()
+    return psutil.Process().memory_info().rss, psutil.virtual_memory().available
+
+
+def train(size: Sizes, blocks: int, setting: Setting, device: Device, steps: int) -> Measured | str:
+    """Train two steps that do not count, before the first of which no update waits, and `steps` that do; the
+    fastest of them. Or why the plan does not fit."""
     config = config_of(size, blocks, setting)
+    analysis = analyse(config, room=device.memory)
+    needed = needs(analysis)
+    if not fits(needed, device):
+        return (f"does not fit: {show_bytes(needed[0])} of the device and {show_bytes(needed[1])} of the "
+                f"host are planned; there are {show_bytes(device.memory)} and {show_bytes(room_of_host())}")
+    predicted = config.tokens_per_step / predict(analysis.plan, device.hardware)["step_time"]
     set_up(config)
-    device, host = needs(size, blocks, setting)
+    with alone(config) as comm:
+        return trained(config, analysis, comm, steps)._replace(predicted_per_s=predicted)
+
+
+def trained(config: Config, analysis: Analysis, comm: Comm, steps: int) -> Measured:
     cuda = comm.device.type == "cuda"
+    resident, available = empty(cuda)
     if cuda:
         torch.cuda.reset_peak_memory_stats(comm.device)
-    engine = Engine(config, make_plan(config), comm, draw_in_place)
-    comm._lanes.clear()
+    engine = Engine(config, analysis.plan, comm, draw_in_place, analysis)
     lanes, best = watch_lanes(comm), None
-    for number in range(steps + 1):
+    for number in range(steps + 2):
         for lane in lanes.values():
             lane.marks.clear()
         begin, origin = time.monotonic(), event() if cuda else None
         data = batches(config, number, 0, comm.device)
         _, trace = engine.train_step(lambda microbatch, data=data: data[microbatch])
-        if number and (best is None or trace.total_s < best[0]):
-            program = engine.plan.programs["train"][0]
+        if number > 1 and (best is None or trace.total_s < best[0]):
+            program = engine.plan.programs[trace.name][0]
             best = trace.total_s, {name: hidden(lane, trace, program, begin, origin)
                                    for name, lane in lanes.items()}
     assert best is not None
-    for lane in lanes.values():
-        lane.close()
-    comm._lanes.clear()
+    now = psutil.Process().memory_info().rss, psutil.virtual_memory().available
+    device, host = needs(analysis)
     engine.close()
-    numel = sum(p.numel for layer in layers(config.model) for p in layer.own_parameters())
-    return Measured(blocks, numel, device, host, device_of(comm.device).peak_bytes() if cuda else 0, best[0],
-                    config.tokens_per_step / best[0], best[1])
+    numel = sum(unit.numel for unit in analysis.table.parameters.values())
+    return Measured(config.model.layers, numel, device, host,
+                    device_of(comm.device).peak_bytes() if cuda else 0, max(0, now[0] - resident),
+                    max(0, available - now[1]), best[0], config.tokens_per_step / best[0], 0.0, best[1])
 
 
-def hidden(lane: TimedLane, trace: Trace, program: Sequence[Any], begin: float,
-           origin: Any) -> tuple[float, float]:
-    """Seconds at work, and the share of them during which the device computed."""
-    def since(mark: Any) -> float:
-        return mark - begin if isinstance(mark, float) else origin.elapsed_time(mark) / 1e3
-
-    jobs = [(since(start), since(stop)) for start, stop in lane.marks]
-    computes = [(trace.started[i], trace.ended[i]) for i, item in enumerate(program) if item.op in COMPUTE]
-    busy = sum(stop - start for start, stop in jobs)
-    return busy, overlap(jobs, computes) / busy if busy else 0.0
+# ---------------------------------------------------------------- in a process of its own
 
 
-def attempt(size: Sizes, blocks: int, setting: str, comm: Comm, args: argparse.Namespace) -> Measured:
-    """`train`, with fewer blocks where the device has less memory than the plan needs."""
+def look(memory: str | None, hardware: str) -> Device:
+    """The device, and what of it plans may take."""
+    if not torch.cuda.is_available():
+        assert memory is not None
+        return Device("no GPU", parse_bytes(memory), hardware or OF_CPUS)
+    name = torch.cuda.get_device_name(0)
+    free = int(0.95 * torch.cuda.mem_get_info(0)[0])
+    return Device(name, parse_bytes(memory) if memory else free, hardware or named_as(name) or "")
+
+
+def row_of(args: argparse.Namespace, device: Device, setting: Setting, end: float) -> Measured | str:
+    """A setting's row; or why there is none: there would be too little time."""
+    if end - time.monotonic() < LEAST_S:
+        return f"left out: {max(0.0, end - time.monotonic()):.0f} s are left"
+    blocks = largest(args.size, setting, device, args.most) if args.largest else args.blocks
+    if not blocks:
+        return f"not even one block fits into {show_bytes(device.memory)}"
     while True:
         try:
-            return train(size, blocks, setting, comm, args.steps)
+            return train(args.size, blocks, setting, device, args.steps)
         except (RunError, torch.OutOfMemoryError) as error:
-            if "out of memory" not in str(error).lower() or blocks == 1:
+            if not args.largest or "out of memory" not in str(error).lower() or blocks == 1:
                 raise
-            print(f"  {blocks} blocks are too many for {setting}", file=sys.stderr)
+            print(f"  {blocks} blocks are too many", file=sys.stderr)
         blocks = max(1, min(blocks - 1, int(blocks * 0.95)))
-        comm._lanes.clear()
-        gc.collect()
-        torch.cuda.empty_cache()
 
 
 # ---------------------------------------------------------------- the bench
 
 
-def table(rows: dict[str, Measured], base: Measured) -> list[str]:
-    head = ["setting", "blocks", "parameters", "of nothing", "device", "measured", "host", "tokens/s",
-            "of nothing", *(f"{lane}: ms, hidden" for lane in LANES)]
-    out = ["| " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 1)]
+class Bench:
+    """What is measured so far; written after each measurement."""
+
+    def __init__(self, args: argparse.Namespace, argv: Sequence[str]):
+        self.args, self.argv, self.begin, self.before = args, argv, time.monotonic(), processors()
+        self.end = self.begin + args.seconds
+        self.cuda = torch.cuda.is_available()  # (a GPU may be counted before a fork, but not used)
+        self.device = Device("unknown", 0, "")
+        self.rows: dict[str, Measured | str] = {}
+        self.rates: list[host_step.Rate | str] = []
+
+    def say(self, text: str) -> None:
+        print(f"{time.monotonic() - self.begin:4.0f} s  {text}", file=sys.stderr, flush=True)
+
+    def run(self) -> None:
+        def left() -> float:
+            return max(1.0, self.end - time.monotonic())
+
+        (found,) = outcomes([partial(look, self.args.memory, self.args.hardware)], left)
+        if found.failure is not None:
+            raise SystemExit(f"the device cannot be looked at: {found.failure}")
+        self.device = found.value
+        settings = {name: self.args.table[name] for name in self.args.settings}
+        end = self.end - (STEPS_S if self.cuda and not self.args.largest else 0)
+        calls = [partial(row_of, self.args, self.device, each, end) for each in settings.values()]
+        for name, outcome in zip(settings, outcomes(calls, left), strict=True):
+            row = outcome.value if outcome.failure is None else outcome.failure
+            if outcome.failure is not None and time.monotonic() >= self.end:
+                row = f"left out: stopped after {outcome.seconds:.0f} s, when the time was over"
+            self.rows[name] = row
+            self.write()
+            said = row if isinstance(row, str) else (f"{row.layers} blocks, {row.tokens_per_s:.0f} tokens/s, "
+                                                     f"{row.predicted_per_s:.0f} predicted")
+            self.say(f"{name}: {said} ({outcome.seconds:.0f} s)")
+        kinds = [] if self.args.largest else host_step.memories(self.cuda)
+        steps = [partial(host_step.rates, kind, self.args.numel, host_step.threads_here(self.args.small), 3,
+                         self.cuda) for kind in kinds]
+        for kind, outcome in zip(kinds, outcomes(steps, left), strict=True):
+            self.rates += outcome.value if outcome.failure is None else [f"{kind}: {outcome.failure}"]
+            self.write()
+            self.say(f"the host's step, {kind}: {outcome.failure or 'measured'} ({outcome.seconds:.0f} s)")
+
+    def text(self) -> str:
+        args, size, after = self.args, self.args.size, processors()
+        busy = (after[0] - self.before[0]) / max(after[1] - self.before[1], 1e-9)
+        what = "the largest that fits" if args.largest else f"{args.blocks} blocks"
+        failed = [f"{name}: {row}" for name, row in self.rows.items() if isinstance(row, str)]
+        rates = [rate for rate in self.rates if isinstance(rate, host_step.Rate)]
+        failed += [rate for rate in self.rates if isinstance(rate, str)]
+        steps = [f"## The host's step: AdamW over {show_count(args.numel)} parameters", "",
+                 columns([host_step.HEAD, *map(host_step.cells, rates)]), ""]
+        return "\n".join([
+            "# Offload on one device", "",
+            f"`python -m bench.gpu.offload {' '.join(self.argv)}`, {time.strftime('%Y-%m-%d')}. "
+            f"{self.device.name}; {machine()}; processors {busy:.0%} busy, this bench included.",
+            f"GPT of width {size.hidden} in {size.dtype}, {what}, {size.num_microbatches} micro-batches of "
+            f"{size.micro_batch} x {size.seq_len} tokens, {show_bytes(self.device.memory)} of device memory; "
+            f"predictions for `{self.device.hardware or 'a100-sxm'}`.",
+            *([] if self.cuda else [
+                "Without a GPU memory is a limit that plans are held against, and copies are within the "
+                "host: the times say nothing of a GPU."]),
+            "What the columns are is in [../README.md](../README.md).", "", table(self.rows), "",
+            *(f"* {line}" for line in failed), *([""] if failed else []), *(steps if rates else [])])
+
+    def write(self) -> None:
+        if self.args.markdown:
+            self.args.markdown.write_text(self.text())
+
+
+HEAD = ("setting", "blocks", "parameters", "tokens/s", "of nothing", "predicted", "of predicted", "device",
+        "measured", "host", "resident", "taken", *(f"{lane}: ms, hidden" for lane in LANES))
+
+
+def table(rows: dict[str, Measured | str]) -> str:
+    base = rows.get("nothing")
+    nothing = base.tokens_per_s if isinstance(base, Measured) else 0.0
+    lines = list[Sequence[str]]([HEAD])
     for name, row in rows.items():
+        if isinstance(row, str):
+            lines.append([name, *["-"] * (len(HEAD) - 1)])
+            continue
         spent = [f"{1e3 * busy:.0f}, {share:.0%}" if busy else "-" for busy, share in row.lanes.values()]
-        cells = [name, str(row.layers), show_count(row.parameters), f"{row.parameters / base.parameters:.2f}",
-                 show_bytes(row.device), show_bytes(row.peak) if row.peak else "-", show_bytes(row.host),
-                 f"{row.tokens_per_s:.0f}", f"{row.tokens_per_s / base.tokens_per_s:.2f}", *spent]
-        out.append("| " + " | ".join(cells) + " |")
-    return out
+        lines.append([name, str(row.layers), show_count(row.parameters), f"{row.tokens_per_s:.0f}",
+                      f"{row.tokens_per_s / nothing:.2f}" if nothing else "-", f"{row.predicted_per_s:.0f}",
+                      f"{row.tokens_per_s / row.predicted_per_s:.2f}", show_bytes(row.device),
+                      show_bytes(row.peak) if row.peak else "-",
+                      *(show_bytes(size) for size in (row.host, row.resident, row.taken)), *spent])
+    return columns(lines)
 
 
-def measure(args: argparse.Namespace, device: torch.device, memory: int,
-            say: Callable[[str], None]) -> list[str]:
-    size, host = args.size, int(0.8 * psutil.virtual_memory().available)
-    blocks = {}
-    for setting in args.settings:
-        blocks[setting] = largest(size, setting, memory, host, args.most)
-        say(f"{setting}: {blocks[setting]} blocks fit")
-    if not blocks["nothing"]:
-        raise SystemExit(f"not even one block fits into {show_bytes(memory)}: give more --memory, or a "
-                         f"smaller --hidden")
-    with tempfile.TemporaryDirectory(prefix="threed-bench-") as scratch:
-        comm = ProcessComm(make_mesh(config_of(size, 1, "nothing")), 0, device, 60.0,
-                           file_store(str(Path(scratch) / "store"), 1))
-        measured: list[dict[str, Measured]] = [{}, {}]
-        try:
-            for which, of in enumerate((lambda setting: blocks[setting],
-                                        lambda setting: measured[0]["nothing"].layers)):
-                for setting in args.settings:
-                    if which and blocks[setting] == of(setting):  # that was the first
-                        measured[1][setting] = measured[0][setting]
-                        continue
-                    measured[which][setting] = attempt(size, of(setting), setting, comm, args)
-                    say(f"{setting}, {measured[which][setting].layers} blocks: "
-                        f"{measured[which][setting].tokens_per_s:.0f} tokens/s")
-        finally:
-            comm.close()
-    base = measured[0]["nothing"]
-    at_most = [name for name, num_blocks in blocks.items() if num_blocks == args.most]
-    most = [f"--most {args.most} ends the search of: {'; '.join(at_most)}", ""]
-    return ["## The largest that fits", "", *table(measured[0], base), "",
-            *(most if args.most in blocks.values() else []),
-            "## The largest that needs nothing, with each setting", "",
-            *table(measured[1], measured[1]["nothing"])]
-
-
-def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n    python")[0],
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--largest", action="store_true",
+                        help="as many blocks as fit, with and without recomputation")
+    parser.add_argument("--blocks", type=int, help="(default: 12 on a GPU, 4 without one)")
     parser.add_argument("--memory", help="bytes that the device has (default: 95%% of what a GPU has free; "
                                          "24MiB without one)")
     parser.add_argument("--hidden", type=int, help="width (default: 4096 on a GPU, 128 without one)")
-    parser.add_argument("--most", type=int, help="blocks at most (default: 1000 on a GPU, 48 without one)")
-    parser.add_argument("--settings", nargs="+", choices=list(SETTINGS), metavar="NAME", default=[],
-                        help=f"these, and nothing (default: all of {'; '.join(SETTINGS)})")
-    parser.add_argument("--steps", type=int, default=3, help="steps of which the fastest counts (default: 3)")
+    parser.add_argument("--most", type=int, help="--largest: blocks at most (default: 1000 on a GPU, 48 "
+                                                 "without one)")
+    parser.add_argument("--settings", nargs="+", metavar="NAME", default=[],
+                        help=f"these, and nothing (default: all of {'; '.join(SETTINGS)}; with --largest of "
+                             f"{'; '.join(LARGEST)})")
+    parser.add_argument("--hardware", default="",
+                        help="of the predictions, as threed predict takes it (default: the file for such a "
+                             "GPU, or for a CPU core)")
+    parser.add_argument("--steps", type=int, default=2, help="steps of which the fastest counts (default: 2)")
+    parser.add_argument("--seconds", type=float,
+                        help="all is over by then (default: 235; with --largest 3600)")
     parser.add_argument("--quick", action="store_true",
                         help="the size that is used without a GPU, and one step")
     parser.add_argument("--markdown", type=Path, metavar="FILE",
                         help="write the tables here too, and how they were made")
     args = parser.parse_args(argv)
-    small = args.quick or not torch.cuda.is_available()
+    small = args.small = args.quick or not torch.cuda.is_available()
     args.size, args.steps = SMALL if small else LARGE, 1 if args.quick else args.steps
-    args.settings = [name for name in SETTINGS if name in ("nothing", *(args.settings or SETTINGS))]
-    args.most = args.most or (48 if small else 1000)
+    args.table = LARGEST if args.largest else SETTINGS
+    if args.size.dtype == "fp32":  # and so are gradients
+        args.table = {name: each for name, each in args.table.items() if "bf16" not in name}
+    if unknown := [name for name in args.settings if name not in args.table]:
+        parser.error(f"there is no setting {unknown[0]!r}; there are {'; '.join(args.table)}")
+    args.settings = [name for name in args.table if name in ("nothing", *(args.settings or args.table))]
+    args.most, args.blocks = args.most or (48 if small else 1000), args.blocks or (4 if small else 12)
+    args.seconds = args.seconds or (3600 if args.largest else 235)
+    args.numel = 10**6 if small else 200 * 10**6
     args.memory = args.memory or ("24MiB" if small else None)
     if args.hidden:
         args.size = args.size._replace(hidden=args.hidden)
-    if min(args.most, args.steps, args.size.hidden) < 1 or args.size.hidden % args.size.heads:
-        parser.error(f"--most and --steps must be at least 1, --hidden a multiple of {args.size.heads}")
+    if min(args.most, args.steps, args.blocks, args.size.hidden) < 1 or args.size.hidden % args.size.heads:
+        parser.error(f"--most, --steps and --blocks must be at least 1, --hidden a multiple of "
+                     f"{args.size.heads}")
     return args
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    args, begin = parse(argv), time.monotonic()
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "no GPU"
-    memory = parse_bytes(args.memory) if args.memory else int(0.95 * torch.cuda.mem_get_info(device)[0])
+def main(argv: Sequence[str] | None = None) -> int:
+    """1 if a measurement failed, but for those that do not fit and those that are left out."""
+    argv = sys.argv[1:] if argv is None else argv
+    bench = Bench(parse(argv), argv)
+    bench.run()
+    print(bench.text())
+    said = [each for each in (*bench.rows.values(), *bench.rates) if isinstance(each, str)]
+    return int(any(not each.startswith(MILD) for each in said))
 
-    def say(text: str) -> None:
-        print(f"{time.monotonic() - begin:4.0f} s  {text}", file=sys.stderr, flush=True)
 
-    before, size = processors(), args.size
-    lines = measure(args, device, memory, say)
-    after = processors()
-    busy = (after[0] - before[0]) / max(after[1] - before[1], 1e-9)
-    text = "\n".join([
-        "# Offload: the largest model", "",
-        f"`python -m bench.gpu.offload {' '.join(argv or sys.argv[1:])}`, {time.strftime('%Y-%m-%d')}. "
-        f"{name}; {machine()}; processors {busy:.0%} busy, this bench included.",
-        f"GPT of width {size.hidden} in {size.dtype}, {size.num_microbatches} micro-batches of "
-        f"{size.micro_batch} x {size.seq_len} tokens, {show_bytes(memory)} of device memory.",
-        *([] if device.type == "cuda" else [
-            "Without a GPU memory is a limit that plans are held against, and copies are within the host: "
-            "the times say nothing of a GPU."]),
-        "What the columns are is in [../README.md](../README.md).", "", *lines, ""])
-    print(text)
-    if args.markdown:
-        args.markdown.write_text(text)
+MILD = ("left out", "not even one", "does not fit")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

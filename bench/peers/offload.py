@@ -9,7 +9,11 @@ step.
 
 In each all sides take turns, in an order that is drawn anew every round, on the same memory, files or data.
 
+With --sleep all work sleeps, and what is measured is how computation hides the host's step and the copies:
+see bench/peers/sleeping_offload.py.
+
     python -m bench.peers.offload --help
+    python -m bench.peers.offload --sleep --help
 """
 
 from __future__ import annotations
@@ -30,7 +34,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim.adamw import AdamW
 
-from bench.common import machine, processors
+from bench.common import machine, processors, put_section
+from bench.peers import sleeping_offload
 from bench.peers.offload_disk import measure_disk
 from bench.peers.offload_step import measure_step
 from bench.peers.zero_peers import DEEPSPEED, DEEPSPEED_VERSION
@@ -266,7 +271,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=7, help="turns of every side that count (default: 7)")
     parser.add_argument("--quick", action="store_true", help="small sizes, two rounds")
     parser.add_argument("--markdown", type=Path, metavar="FILE",
-                        help="write the results here too, and how they were made")
+                        help="write each section to this file, too, in place of an older one")
     args = parser.parse_args(argv)
     if args.quick:
         args.parameters, args.mib, args.files, args.layers, args.hidden, args.rounds = [5e6], 16, 2, 2, 256, 2
@@ -278,6 +283,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    argv = sys.argv[1:] if argv is None else argv
+    if "--sleep" in argv:
+        return sleeping_offload.main([each for each in argv if each != "--sleep"])
     args, begin = parse(argv), time.monotonic()
 
     def say(text: str) -> None:
@@ -286,21 +294,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     measures = {"adam": measure_adam, "disk": lambda args, say: Section(*measure_disk(args, say)),
                 "step": lambda args, say: Section(*measure_step(args, say))}
     about = f"{machine()}" + (f", DeepSpeed {DEEPSPEED_VERSION}" if DEEPSPEED is not None else "")
-    text = (f"# Offload\n\n`python -m bench.peers.offload {' '.join(argv or sys.argv[1:])}`, "
-            f"{time.strftime('%Y-%m-%d')}. {about}.\n"
-            f"What the columns are is in [../README.md](../README.md).\n")
+    made = f"`python -m bench.peers.offload {' '.join(argv)}`, {time.strftime('%Y-%m-%d')}. {about}."
     for name in args.only:
         before, load = processors(), os.getloadavg()[0]
         section = measures[name](args, say)
         gc.collect()
         after = processors()
         busy = (after[0] - before[0]) / max(after[1] - before[1], 1e-9)
-        text += (f"\n## {section.title}\n\nThe machine's processors were {busy:.0%} busy, this bench "
-                 f"included; load average "
-                 f"{load:.1f} at the start.\n\n" + "\n".join(section.lines).rstrip() + "\n")
-        if args.markdown:  # as far as it is
-            args.markdown.write_text(text)
-    print(text)
+        text = (f"{made}\nThe machine's processors were {busy:.0%} busy, this bench included; load average "
+                f"{load:.1f} at the start.\n\n" + "\n".join(section.lines).rstrip() + "\n")
+        print(f"## {section.title}\n\n{text}")
+        if args.markdown:
+            put_section(args.markdown, section.title, text)
 
 
 if __name__ == "__main__":

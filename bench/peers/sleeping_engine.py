@@ -1,12 +1,16 @@
 """threed's engine on one rank, whose computation and exchanges sleep; and what its steps should take.
 
-The handlers of FORWARD, BACKWARD* and EXCHANGE sleep, the last on its lane. All else is real: messages,
-waits, lanes, frees, and the optimizer's step.
+The handlers of FORWARD, BACKWARD* and EXCHANGE sleep, the last on its lane, and so do OFFLOAD, FETCH and a
+STEP on the host, before they do their work. All else is real: messages, waits, lanes, frees, and a STEP on
+the device.
+
+Where the engine is to run `ahead` of its computation, as the host does of a GPU, a thread sleeps for it.
 """
 
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from statistics import mean, median
 from typing import NamedTuple
@@ -14,12 +18,13 @@ from typing import NamedTuple
 import torch
 
 from bench.common import start_together
-from threed.comm.lanes import Job
+from threed.comm.lanes import Job, ThreadLane, Waiting
 from threed.comm.process import ProcessComm
 from threed.engine.engine import Engine
 from threed.engine.loopback import channel_pairs
 from threed.program.instruction import COMPUTE, Instruction, Op
 from threed.program.link import Links, Program
+from threed.program.names import ENTER, TRAIN
 from threed.program.plan import Plan
 from threed.program.slots import Slots
 from threed.program.trace import Trace
@@ -29,6 +34,7 @@ from threed.schema import Config
 from threed.tensor.context import Batch
 from threed.tensor.loss_sum import NUMBERS
 
+MOVED = (Op.OFFLOAD, Op.FETCH, Op.STEP)
 SHAPE = (16, 1, 32)  # of a message: sequence, micro-batch, hidden
 PINGS = 60
 PAUSE_S = 0.005
@@ -51,7 +57,7 @@ class Ran(NamedTuple):
 
     begin: float
     end: float
-    seconds: list[float]  # an EXCHANGE's: on its lane
+    seconds: list[float]  # of what sleeps on its lane: there
     tasks: Sequence[Task] = ()  # torch: what the seconds are of; threed: its program
     trace: Trace | None = None  # threed's
 
@@ -73,26 +79,54 @@ class Threed:
     """One rank of threed's engine with handlers that sleep."""
 
     def __init__(self, config: Config, plan: Plan, comm: ProcessComm, opened: set[tuple[int, int, str]],
-                 seconds: Callable[[Instruction], Sequence[float]]):
+                 seconds: Callable[[Instruction], Sequence[float]], ahead: bool = False):
         """`opened`: channels that earlier plans have opened. `seconds`: of an instruction, for which it
-        sleeps, one after the other."""
+        sleeps, one after the other. `ahead`: the computation is a lane, too."""
         pairs = set(channel_pairs(plan)) - opened
         comm.open_channels(sorted(pairs))
         opened |= pairs
         self.engine, self.seconds = Engine(config, plan, comm), seconds
-        program = self.program = plan.programs["train"][comm.here.position]
-        self.effects = dict(zip(program, self.engine.orders["train"].effects, strict=True))
+        self.programs = {name: plan.programs[name][comm.here.position] for name in (TRAIN, ENTER)
+                         if name in plan.programs}
+        self.program = self.programs[TRAIN]
+        self.effects = {item: effect for name, program in self.programs.items()
+                        for item, effect in zip(program, self.engine.orders[name].effects, strict=True)}
         value = torch.zeros(SHAPE)
         self.values = {"act": value, "grad": value, "loss": torch.zeros(NUMBERS, dtype=torch.float64)}
-        self.lane_s: dict[Instruction, float] = {}
-        self.engine.handlers |= {**dict.fromkeys(COMPUTE, self.compute), Op.EXCHANGE: self.exchange}
+        self.lane_s: dict[Instruction, list[float]] = defaultdict(list)  # a FETCH may be there often
+        self._own = {op: self.engine.handlers[op] for op in MOVED}
+        self.engine.handlers |= {**dict.fromkeys(COMPUTE, self.compute), Op.EXCHANGE: self.exchange,
+                                 **dict.fromkeys(MOVED, self.move)}
+        if ahead:
+            self._go_ahead(comm)
+
+    def _go_ahead(self, comm: ProcessComm) -> None:
+        """Have a thread compute. What a rank does by itself at once, in its computation's stream, has a
+        thread, too; the host waits for the computation in CLIP, whose result it reads."""
+        orders, clip = self.engine.orders, self.engine.handlers[Op.CLIP]
+        comm.lane("compute").close()  # of an earlier engine
+        compute = comm._lanes["compute"] = ThreadLane("compute", comm.device)
+        for name, program in self.programs.items():
+            order = orders[name]
+            computed = {index for index, item in enumerate(program) if item.op in COMPUTE}
+            orders[name] = order._replace(jobs=order.jobs | computed)
+            for index in order.jobs:
+                comm.lane(order.effects[index].lane, beside=True)
+
+        def after_all(item: Instruction, slots: Slots) -> object:
+            compute.submit(lambda: None).wait()
+            return clip(item, slots)
+
+        self.engine.handlers |= {**dict.fromkeys(COMPUTE, self.exchange), Op.CLIP: after_all}
 
     def step(self) -> Ran:
+        self.lane_s.clear()
         begin = time.monotonic()
         _, trace = self.engine.train_step(_no_batch)
         end = time.monotonic()
-        took = [self.lane_s.get(item, after - before)
-                for item, before, after in zip(self.program, trace.started, trace.ended, strict=True)]
+        on_lanes = {item: iter(each) for item, each in self.lane_s.items()}
+        took = [next(on_lanes[item]) if item in on_lanes else after - before for item, before, after in
+                zip(self.programs[trace.name], trace.started, trace.ended, strict=True)]
         return Ran(begin, end, took, trace=trace)
 
     def compute(self, item: Instruction, slots: Slots) -> None:
@@ -102,14 +136,22 @@ class Threed:
 
     def exchange(self, item: Instruction, slots: Slots) -> Job:
         self._put(item, slots)
+        return self._asleep(item, lambda: None)
 
-        def job() -> None:
+    def move(self, item: Instruction, slots: Slots) -> Job | None:
+        """The engine's own job, after a sleep; what is no job does not sleep."""
+        job = self._own[item.op](item, slots)
+        return None if job is None else self._asleep(item, job)
+
+    def _asleep(self, item: Instruction, job: Job) -> Job:
+        def timed() -> None:
             begin = time.monotonic()
             for seconds in self.seconds(item):
                 nap(seconds)
-            self.lane_s[item] = time.monotonic() - begin
+            job()
+            self.lane_s[item].append(time.monotonic() - begin)
 
-        return job
+        return Waiting(timed) if isinstance(job, Waiting) else timed
 
     def _put(self, item: Instruction, slots: Slots) -> None:
         effect = self.effects[item]
@@ -159,11 +201,14 @@ def simulate(programs: Sequence[Program], links: Sequence[Links], seconds: Secon
 
 
 def measured(programs: Sequence[Program], ranks: Sequence[Ran]) -> Seconds:
-    """What the instructions of a step of threed took that compute, step or exchange. `ranks`: one a
-    position."""
-    return {(position, item): took for position, ran in enumerate(ranks)
-            for item, took in zip(programs[position], ran.seconds, strict=True)
-            if item.op in COMPUTE or item.op in (Op.STEP, Op.EXCHANGE)}
+    """What the instructions of a step of threed took that compute, step, exchange or move; the mean of one
+    that is there several times. `ranks`: one a position."""
+    times: dict[tuple[int, Instruction], list[float]] = defaultdict(list)
+    for position, ran in enumerate(ranks):
+        for item, took in zip(programs[position], ran.seconds, strict=True):
+            if item.op in COMPUTE or item.op in (*MOVED, Op.EXCHANGE):
+                times[position, item].append(took)
+    return {key: mean(each) for key, each in times.items()}
 
 
 def averaged(*alike: Seconds) -> Seconds:

@@ -1,5 +1,6 @@
-"""How often a step makes the host wait, and what it copies: golden, because each is time that no test of
-numbers notices. `python -m tests.fakecuda.test_counts` writes them anew.
+"""How often a step makes the host wait, what it copies, and how many bytes of the host are pinned: golden,
+because each is time, or memory, that no test of numbers notices.
+`python -m tests.fakecuda.test_counts` writes them anew.
 """
 
 from __future__ import annotations
@@ -21,6 +22,11 @@ from tests.fakecuda.test_mutants import (
     ZERO3,
 )
 from tests.harness import loopback, tiny
+from threed.comm.group import Comm
+from threed.engine.engine import Engine
+from threed.engine.loopback import run_loopback
+from threed.planner import analyse, make_mesh
+from threed.program.instruction import Tier
 from threed.schema import Config
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "device_counts.json"
@@ -51,13 +57,50 @@ def of_a_step(config: Config) -> dict[str, int]:
         shim.installed.reset()
         loopback(config, steps)
         counts.append(shim.installed.counts())
-    return {name: counts[1][name] - counts[0].get(name, 0) for name in sorted(counts[1])
-            if name not in ("launches", "races") and counts[1][name] != counts[0].get(name, 0)}
+    copies = {name: counts[1][name] - counts[0].get(name, 0) for name in sorted(counts[1])
+              if name not in ("launches", "races") and counts[1][name] != counts[0].get(name, 0)}
+    pinned = {f"pinned bytes of {what}": size for what, size in pinned_bytes(config).items() if size}
+    return {**copies, **pinned}
+
+
+def pinned_bytes(config: Config) -> dict[str, int]:
+    """All ranks' bytes of the host that are pinned: of what crosses the link to the device, and of optimizer
+    state, which does not."""
+    analysis = analyse(config)
+
+    def work(comm: Comm) -> dict[str, int]:
+        engine = Engine(config, analysis.plan, comm, analysis=analysis)
+        states = [*engine.zero.states.values()]
+        pools = states[0].optimizer_state.storage.host_states.first.values()
+        rows = [each.snapshot.rows for each in states
+                if each.snapshot is not None and each.part.unit.state_home != Tier.DEVICE]
+        state = [*(buffer for each in states for buffer in each.optimizer_state.buffers.values()),
+                 *(each.optimizer_state.master for each in states if each.optimizer_state.separate),
+                 *pools, *rows]
+        storage = engine.storage
+        crossing = [storage.adding, *(each.gradient.host for each in states),
+                    *(buffer for pool in (storage.host_grads, storage.host_weights)
+                      for free in pool._free.values() for buffer in free)]
+        crossing += [each.weights.at_home for each in states if each.part.unit.weight_home == Tier.HOST]
+        found = {what: sum(tensor.nbytes for tensor in some if tensor.device.type == "cpu"
+                           and tensor.is_pinned())
+                 for what, some in (("state", state), ("gradients and weights", crossing))}
+        engine.close()
+        return found
+
+    ranks = run_loopback(analysis.plan, make_mesh(config), work)
+    return {what: sum(each[what] for each in ranks) for what in ranks[0]}
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_step(name, fake_gpus):
     assert fake_gpus.run(of_a_step, tiny(*SMALL, *CONFIGS[name])) == json.loads(GOLDEN.read_text())[name]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_state_is_not_pinned(name):
+    """It never crosses the link, and is most of what is on the host."""
+    assert "pinned bytes of state" not in json.loads(GOLDEN.read_text())[name]
 
 
 def write() -> None:

@@ -18,10 +18,11 @@ from tests.fakecuda import build
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "bench" / "gpu" / "first_call.sh"
 PARTS = ["facts", "plain", "resume", "fused", "documents", "graphs", "offload", "verified", "own", "losses",
-         "tests", "calibrate", "bench"]
+         "tests", "calibrate", "offloaded", "bench"]
 # What a stand-in for Python is called with in a part. Everything else is another part's.
 CALLS = {"facts": "*bench.gpu.facts*", "resume": "*threed\\ train\\ /*", "losses": "*bench.gpu.losses*",
-         "tests": "*-m\\ pytest*", "calibrate": "*threed\\ calibrate*", "bench": "*bench.gpu.models*"}
+         "tests": "*-m\\ pytest*", "calibrate": "*threed\\ calibrate*", "bench": "*bench.gpu.models*",
+         "offloaded": "*bench.gpu.offload*"}
 # Says what it is called with, makes what `resume` and `losses` want, and fails as it is told.
 STAND_IN = """#!/usr/bin/env bash
 all=" $* "
@@ -88,6 +89,7 @@ def test_every_part_on_a_fake_gpu(tmp_path):
     assert kept["device"]["name"] == "fake GPU" and tiny["step_s"] > 0 and tiny["failure"] is None
     assert "USE_CUDA" in tiny["torch_failure"], "torch's FSDP wants a CUDA build: a row, and not the end"
     assert "| tiny |" in (out / "gpu.md").read_text()
+    assert said["offloaded"][1].endswith("s)") and "| pinned " in (out / "offload.md").read_text()
     assert not list(tmp_path.glob("first-call-*")), "checkpoints are left behind"
 
 

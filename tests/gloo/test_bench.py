@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SMALLEST = {
+    "foresight.offload": "",
     "foresight.published": "",
     "foresight.search": "--layouts 3",
     "gpu.offload": "--quick",
@@ -52,6 +54,40 @@ def test_experts_that_sleep(tmp_path):
     first = [line.split("|")[1].strip() for line in out.splitlines() if line.startswith("| ")]
     assert first == ["schedule", "1f1b", "1f1b, paired", "dualpipe-v (v=2)", "dualpipe-v (v=2), paired"], out
     assert "x predicted" in out and "dualpipe-v (v=2), paired: at least 85% of the exchanges hidden" in out
+
+
+def test_offload_that_sleeps(tmp_path):
+    """Each plan steps all units on the host, and the criterion stands below; a section of a file is replaced,
+    and the others stay."""
+    file = tmp_path / "offload.md"
+    file.write_text("# Offload\n\n## On an engine that sleeps\n\nold\n\n## Another\n\nstays\n")
+    options = f"--sleep --quick --times 1 1 1 1 1 --markdown {file}"
+    out = run("peers.offload", options, tmp_path)
+    first = [line.split("|")[1].strip() for line in out.splitlines() if line.startswith("| ")][1:]
+    orders = [f"{what}, {m}, {order}" for what in ("optimizer", "parameters")
+              for m, groups in ((2, (2,)), (8, (8, 4)))
+              for order in ("1f1b", *(f"vertical by {group}" for group in groups))]
+    assert {each.rpartition(", ")[0] for each in first} == set(orders)
+    assert "optimizer, 2, 1f1b, none" in first and "x predicted" in out
+    jobs = re.findall(r"jobs: OFFLOAD 4, FETCH (\d+), STEP 4", out)
+    assert len(jobs) == len(first), "a unit's step, and the copies around it, sleep on their lanes"
+    assert all(int(count) == 4 for count, name in zip(jobs, first, strict=True) if name.startswith("opt"))
+    text = file.read_text()
+    assert "old" not in text and text.endswith("## Another\n\nstays\n") and f"| {first[0]} " in text
+
+
+def test_offload_on_a_device_goes_on(tmp_path):
+    """A setting that does not fit is a row, and a bench without time says so; neither is a failure."""
+    file = tmp_path / "offload.md"
+    run("gpu.offload", f"--quick --memory 16MiB --settings optimizer --markdown {file}", tmp_path)
+    text = file.read_text()
+    assert "* nothing: does not fit: " in text
+    cells = next(line for line in text.splitlines() if line.startswith("| optimizer")).split("|")
+    tokens, predicted, host, resident = (cells[index].strip() for index in (4, 6, 10, 11))
+    assert float(tokens) > 0 and float(predicted) > 0 and host.endswith("MiB") and resident.endswith("B")
+    assert "| plain " in text, "the host's step comes after the rows"
+    out = run("gpu.offload", "--quick --seconds 1 --settings optimizer", tmp_path)
+    assert "* optimizer: left out: " in out
 
 
 def run(name: str, options: str, folder: Path) -> str:

@@ -11,6 +11,7 @@ from functools import partial
 from importlib import import_module
 
 import pytest
+import torch
 
 
 def fails() -> None:
@@ -170,3 +171,37 @@ def test_losses_of_runs_are_compared(tmp_path, capsys, monkeypatch):
     assert ("same 0.0100 in 2 steps, other 0.1000 in 2 steps WRONG, absent cannot be read (FileNotFoundError)"
             in capsys.readouterr().out)
     assert losses.main(runs[:2]) == 0
+
+
+def test_a_job_that_waits_is_told_to_its_lane():
+    """A lane of copies has a thread for jobs that wait for the device, also where it is watched."""
+    watched, lanes = map(import_module, ("bench.gpu.watched", "threed.comm.lanes"))
+    given = []
+
+    class Takes(lanes.Lane):
+        at_once, defers = False, False
+
+        def submit(self, job, after=()):
+            given.append(job)
+            job()
+            return lanes.DONE
+
+    lane = watched.TimedLane(Takes(torch.device("cpu")), time.monotonic)
+    ran = []
+    lane.submit(partial(ran.append, 1))
+    lane.submit(lanes.Waiting(partial(ran.append, 2)))
+    assert ran == [1, 2] and [isinstance(job, lanes.Waiting) for job in given] == [False, True]
+    assert len(lane.marks) == 2 and (lane.at_once, lane.defers) == (False, False)
+
+
+def test_the_host_steps_the_same_in_any_memory():
+    """And leaves the number of threads as it was."""
+    host_step = import_module("bench.gpu.host_step")
+    before = torch.get_num_threads()
+    for memory in host_step.memories(False):
+        assert host_step.zeros(1000, memory).count_nonzero() == 0
+        rates = host_step.rates(memory, 1000, [1, 2], 1, False)
+        assert [(rate.memory, rate.threads, rate.beside) for rate in rates] == [(memory, 1, 0),
+                                                                                (memory, 2, 0)]
+        assert all(rate.alone > 0 for rate in rates)
+    assert torch.get_num_threads() == before

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from tests.harness import (
     assert_contract,
     assert_parity,
+    batches,
     cell_config,
     covering,
     dense,
@@ -17,13 +20,18 @@ from tests.harness import (
 from tests.late import be_late
 from tests.recorder import record_on_cpu
 from threed.base.errors import ThreedError
+from threed.comm.group import Comm
+from threed.comm.lanes import Job
 from threed.engine import loopback as loop
+from threed.engine.engine import Engine
+from threed.engine.loopback import run_loopback
 from threed.features.zero.storage import Storage
-from threed.planner import make_plan
+from threed.planner import analyse, make_mesh, make_plan
 from threed.program import analysis
 from threed.program.analysis import Analysis
-from threed.program.instruction import COMPUTE, Op
+from threed.program.instruction import COMPUTE, Instruction, Op
 from threed.program.order import Order
+from threed.program.slots import Slots
 from threed.schema import Config
 
 
@@ -165,3 +173,33 @@ def test_without_a_wait(waits, name, monkeypatch, tmp_path):
     monkeypatch.setattr(analysis, "Order", Forgetful)
     with pytest.raises((AssertionError, ThreedError)):
         assert_parity(loopback(config, 2), right)
+
+
+def test_weights_that_come_late_hold_up_their_own_unit_alone():
+    """Of a single rank, too, whose GATHER sends nothing: the weights of the second unit do not come before
+    the first has computed."""
+    config = tiny(*SMALL, *CPU, "parallel.dp=1", "zero.prefetch=1")
+    analysis, computed = analyse(config), threading.Event()
+
+    def work(comm: Comm) -> None:
+        engine = Engine(config, analysis.plan, comm, analysis=analysis)
+        fetch, forward = engine.handlers[Op.FETCH], engine.handlers[Op.FORWARD]
+
+        def late(item: Instruction, slots: Slots) -> Job:
+            job = fetch(item, slots)
+
+            def waits() -> None:
+                assert item.unit != 1 or computed.wait(20), "nothing is computed before"
+                job()
+
+            return waits
+
+        def first(item: Instruction, slots: Slots) -> None:
+            forward(item, slots)
+            computed.set()
+
+        engine.handlers |= {Op.FETCH: late, Op.FORWARD: first}
+        engine.train_step(batches(config, comm, 0))
+        engine.close()
+
+    run_loopback(analysis.plan, make_mesh(config), work)

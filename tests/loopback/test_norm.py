@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from threed.features.zero.run import BLOCK, squared_norm
+from threed.features.zero.part import BLOCK, squared_norm
 
 pytestmark = pytest.mark.core
 

@@ -23,7 +23,7 @@ CPU = replace(load("cpu-core"), half_dim=6.0, launch_us=9.0, host_us=120.0, cont
               exchange_efficiency=0.6)
 GPU = replace(load("a100-sxm"), efficiency=0.6, memory_efficiency=0.7, attention_efficiency=0.4,
               exchange_efficiency=1.3)
-RATES = {"step": 1e10, "link": 5e9, "read": 1e9, "write": 5e8, "launch": 6e-6, "contention": 0.4,
+RATES = {"step": 1e10, "alone": 1.5e10, "link": 5e9, "both": 0.8, "read": 1e9, "write": 5e8, "launch": 6e-6, "contention": 0.4,
          "context": 3e8, "memory": 8.5e10}
 
 
@@ -65,7 +65,8 @@ def test_cpu(ranks):
     assert found.tflops_fp32 * found.efficiency == pytest.approx(CPU.tflops_fp32 * CPU.efficiency, 0.02)
     assert found.memory_gbps * found.memory_efficiency == pytest.approx(
         CPU.memory_gbps * CPU.memory_efficiency, 0.05)
-    assert (found.host_gbps, found.link_gbps, found.read_gbps, found.write_gbps) == (80, 40, 8, 4)
+    assert (found.host_gbps, found.link_gbps, found.read_gbps, found.write_gbps) == (120, 40, 8, 4)
+    assert (found.host_all_gbps, found.link_both) == (80 * ranks, 0.8)
     assert (found.devices, found.waits, found.context_gb) == (2, True, 0.3)
     if ranks > 1:
         assert found.node_us == pytest.approx(CPU.node_us, 0.1) and found.contention == 0.4

@@ -213,10 +213,11 @@ def test_golden(name):
     """The picture of a schedule changes only on purpose: then write the new one over tests/golden."""
     virtual = ["parallel.virtual_stages=2"] if SCHEDULES.get(name, SCHEDULES["1f1b"]).virtual is None else []
     shaped = name in SCHEDULES and SCHEDULES[name].virtual != 1
+    stages = [f"model.layers={30 if shaped else 14}", f"parallel.stage_units={[4] * (8 if shaped else 4)}"]
+    if name in SCHEDULES and SCHEDULES[name].by_unit:
+        stages = ["model.layers=6", "parallel.group=4"]
     plan = make_plan(load(None, ["parallel.pp=4", "train.eval_every=1", "train.global_batch_size=8", *virtual,
-                                 f"model.layers={30 if shaped else 14}",
-                                 f"parallel.schedule={name if name in SCHEDULES else '1f1b'}",
-                                 f"parallel.stage_units={[4] * (8 if shaped else 4)}"]))
+                                 *stages, f"parallel.schedule={name if name in SCHEDULES else '1f1b'}"]))
     program = "evaluate" if name == "evaluate" else "train"
     assert grid(Analysis(plan), program) + "\n" == (GOLDEN / f"{name}.txt").read_text()
 

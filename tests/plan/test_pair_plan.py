@@ -26,7 +26,7 @@ def toy(*overrides: str):
 
 
 @pytest.mark.parametrize("path, overrides, says", [
-    (TOY, ["parallel.schedule=gpipe"], r"runs all forwards first \(gpipe, breadth-first\)"),
+    (TOY, ["parallel.schedule=gpipe"], r"all of a group \(gpipe, breadth-first, vertical\), has"),
     (TOY, ["parallel.schedule=breadth-first", "parallel.virtual_stages=2"], "runs all forwards first"),
     (TOY, ["parallel.ep=1"], "none travels here: raise parallel.ep, or leave it out"),
     ("configs/toy.yaml", [], "none travels here: leave it out"),

@@ -1,5 +1,5 @@
-"""The schedule `vertical`: its order, how often a unit's parameters come to the device, what is refused, and how
-large a group is chosen for a device's memory."""
+"""The schedule `vertical`: its order, how often a unit's parameters come to the device, what is refused, and
+how large a group is chosen for a device's memory."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import pytest
 
 import threed
 from tests.harness import tiny
-from threed.base.errors import ConfigError, Idle
+from threed.base.errors import ConfigError, Idle, InputError
 from threed.config.validate import validate
+from threed.layout_search.layout import schedules
+from threed.layout_search.request import ask
 from threed.planner import analyse, make_pipeline, make_plan
 from threed.planner.auto import USUAL_ROOM, choices, decided, fits
 from threed.planner.passes import Pipeline
@@ -41,7 +43,9 @@ def test_groups_pass_one_unit_after_the_other():
     order, place = make_pipeline(tiny(*VERTICAL, "model.layers=1", "train.global_batch_size=4",
                                       "parallel.group=2"))
     assert place == (0, 0, 0)
-    assert [f"{kind}{stage}.{k}" for kind, stage, k in order[0]] == ["F0.0", "F0.1", "F1.0", "F1.1", "F2.0", "F2.1", "B2.0", "B2.1", "B1.0", "B1.1", "B0.0", "B0.1", "F0.2", "F0.3", "F1.2", "F1.3", "F2.2", "F2.3", "B2.2", "B2.3", "B1.2", "B1.3", "B0.2", "B0.3"]
+    assert " ".join(f"{kind}{stage}.{k}" for kind, stage, k in order[0]) == (
+        "F0.0 F0.1 F1.0 F1.1 F2.0 F2.1 B2.0 B2.1 B1.0 B1.1 B0.0 B0.1 "
+        "F0.2 F0.3 F1.2 F1.3 F2.2 F2.3 B2.2 B2.3 B1.2 B1.3 B0.2 B0.3")
 
 
 def test_one_group_is_breadth_first():
@@ -83,9 +87,11 @@ def test_positions(overrides):
 
 def test_tiles_stay_together():
     """The tiles of a layer are one stage."""
-    plan = make_plan(vertical("model.tile_linears=4KiB", "model.tie_embeddings=false", "parallel.group=2"))
-    table = plan.table
-    assert len(table.place) == 8 < len(table.units)
+    units = make_plan(vertical("model.tile_linears=2KiB", "model.tie_embeddings=false",
+                               "model.layers=2")).table.units
+    found = {unit.name: unit.stage for unit in units if unit.name.endswith(("1/8", "8/8"))}
+    assert found == {f"{layer} {tile}/8": stage for tile in (1, 8) for layer, stage in (
+        ("embedding", 0), ("blocks.0.attention", 1), ("blocks.1.attention", 3), ("head", 5))}
 
 
 # ---------------------------------------------------------------- trips of parameters
@@ -230,3 +236,13 @@ def test_the_row_says_it():
     assert [name for name, row in SCHEDULES.items() if row.by_unit] == ["vertical"]
     assert Pipeline(SCHEDULES["vertical"].make(1, 4, 3), SCHEDULES["vertical"].place(1, 3)) == Pipeline(
         in_groups((0, 0, 0), 4, 4), (0, 0, 0))
+
+
+@pytest.mark.parametrize("override, says", [
+    ("parallel.schedule=vertical", "search compares named schedules that give positions equally many stages"),
+    ("parallel.group=4", "it is of parallel.schedule=vertical, which search does not try")])
+def test_search_leaves_it_out(override, says):
+    """What a file says of it is left out; an override is refused."""
+    with pytest.raises(InputError, match=says):
+        ask("configs/toy.yaml", [override])
+    assert "vertical" not in schedules()

@@ -7,7 +7,7 @@ import pytest
 import threed
 from tests.layouts import H100, QUIET, compared, full_s, held, short_s
 from threed.layout_search.bounds import Bounds
-from threed.layout_search.layout import Layout, config_of
+from threed.layout_search.layout import Layout, config_of, schedules
 from threed.layout_search.memory_filter import MemoryFilter
 from threed.layout_search.merge import Merged, merged
 from threed.layout_search.short_plan import ShortPlans, short_plan, steady_count
@@ -189,7 +189,7 @@ def test_time_and_memory(name, layers):
     assert all(0.9 < row.fast_bytes / row.full_bytes < 1.7 for row in rows)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", schedules())
 @pytest.mark.parametrize("often", [False, True], ids=["once", "often"])
 def test_many_microbatches(name, often):
     """Short plans stand for many micro-batches."""

@@ -3,13 +3,15 @@ between device and host, the disk, and the host's optimizer step."""
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 
 from threed.calibration.clock import Stopwatch
 from threed.calibration.grid import Grid
 from threed.calibration.points import Computed
-from threed.comm.lanes import copy
+from threed.comm.lanes import Lane, StreamLane, ThreadLane, copy
 from threed.devices import device_of
 from threed.optim import step as optimizer
 from threed.optim.base import Update, View
@@ -87,14 +89,28 @@ class Compute:
         device_of(self.device).synchronize()
         return seconds / LAUNCHES
 
-    def link(self) -> float:
-        """Bytes a second of copies to the device and from it, the slower of both."""
+    def link(self) -> tuple[float, float]:
+        """Bytes a second of copies to the device and from it, the slower of both; and the share of it that
+        each has while they go both ways."""
+        up, down = self._copies(), self._copies()[::-1]
+        alone = max(self.clock.seconds(lambda way=way: copy(*way), self.grid.point_s) for way in (up, down))
+        lane: Lane = (StreamLane if device_of(self.device).asynchronous else partial(ThreadLane, "link"))(
+            self.device)
+
+        def both() -> None:
+            handle = lane.submit(lambda: copy(*down))
+            copy(*up)
+            handle.wait()
+
+        seconds = self.clock.seconds(both, self.grid.point_s)
+        lane.close()
+        return self.grid.copied / alone, min(1.0, alone / seconds)
+
+    def _copies(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Memory of the device and of the host."""
         pinned = device_of(self.device).asynchronous
         host = torch.zeros(self.grid.copied, dtype=torch.uint8, pin_memory=pinned)
-        device = torch.zeros_like(host, device=self.device)
-        seconds = [self.clock.seconds(lambda a=into, b=of: copy(a, b), self.grid.point_s)
-                   for into, of in ((device, host), (host, device))]
-        return self.grid.copied / max(seconds)
+        return torch.zeros_like(host, device=self.device), host
 
     def step(self) -> float:
         """Bytes a second of AdamW on the host, as the price of STEP counts them: weights and buffers are read

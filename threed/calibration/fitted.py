@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 import time
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from statistics import fmean
 
 from threed.base.quantity import many
 from threed.calibration.points import UNITS, Computed, Point, RankPoints, errors, fit
+from threed.devices.host import memory_bytes
 from threed.prediction.hardware import OF_CPUS, Hardware, load, named_as
 from threed.spec.kernels import Moved
 
@@ -44,9 +44,12 @@ def fitted(measured: Sequence[RankPoints], machine: Machine) -> tuple[Hardware, 
     rates = {name: fmean(each.rates[name] for each in measured if name in each.rates)
              for name in {name for each in measured for name in each.rates}}
     begin = _gpu if machine.on_gpus else _cpu
-    hardware = replace(begin(computed, rates, machine, measured[0].device), host_gbps=_gbps(rates["step"]),
-                       link_gbps=_gbps(rates["link"]), read_gbps=_gbps(rates["read"]),
-                       write_gbps=_gbps(rates["write"]), host_memory_gb=_memory_gb())
+    stepping = sum("step" in each.rates for each in measured)  # at the same time
+    hardware = replace(begin(computed, rates, machine, measured[0].device),
+                       host_gbps=_gbps(rates.get("alone", rates["step"])),
+                       host_all_gbps=_gbps(stepping * rates["step"]), link_gbps=_gbps(rates["link"]),
+                       link_both=rates["both"], read_gbps=_gbps(rates["read"]),
+                       write_gbps=_gbps(rates["write"]), host_memory_gb=memory_bytes() / 1e9)
     hardware, points = (_fit_gpu if machine.on_gpus else _fit_cpu)(computed, hardware)
     if sent:
         exchanges = [point for point in sent if point.way == "exchange"]
@@ -75,7 +78,7 @@ def _cpu(computed: Sequence[Computed], rates: dict[str, float], machine: Machine
                    tflops=ABOVE * _tflops(computed, NARROW),
                    tflops_fp32=ABOVE * _tflops(computed, "products"), half_dim=8.0,
                    memory_gbps=_gbps(_moved(computed)), devices=machine.processors,
-                   memory_gb=_memory_gb() / machine.processors, context_gb=rates["context"] / 1e9,
+                   memory_gb=memory_bytes() / 1e9 / machine.processors, context_gb=rates["context"] / 1e9,
                    launch_us=rates["launch"] * 1e6, host_us=100.0, exponential_ns=1.0)
 
 
@@ -119,11 +122,6 @@ def _gbps(rate: float) -> float:
     return rate * 8 / 1e9
 
 
-def _memory_gb() -> float:
-    """Of this machine."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
-
-
 def _processor() -> str:
     """What the kernel calls this machine's processor."""
     try:
@@ -151,7 +149,8 @@ def text(hardware: Hardware, points: Sequence[Point], machine: Machine) -> str:
              *(f"  {line}" for line in table(points, hardware).splitlines()),
              "adapter_* and dollars are not measured."]
     if machine.ranks == 1:
-        lines.append("One rank has no peers: node_*, exchange_efficiency and contention are not measured.")
+        lines.append("One rank has no peers: node_*, exchange_efficiency and contention are not measured, "
+                     "and host_all_gbps is what it reaches alone.")
     values = {item.name: getattr(hardware, item.name) for item in fields(Hardware)}
     return "\n".join([*(f"# {line}" for line in lines),
                       *(f"{name}: {f'{value:g}' if isinstance(value, float) else json.dumps(value)}"

@@ -74,7 +74,8 @@ def _measure(comm: ProcessComm, task: CalibrationTask, pipe: Any) -> RankPoints:
         measured.device, rates["memory"] = device.name(), float(device.memory_bytes())
 
     def copies() -> None:
-        rates.update(launch=compute.launch_s(), link=compute.link(), step=compute.step())
+        rates["launch"], rates["step"] = compute.launch_s(), compute.step()
+        rates["link"], rates["both"] = compute.link()
 
     def disk() -> None:
         rates["write"], rates["read"] = compute.disk(task.folder, comm.rank)
@@ -92,6 +93,10 @@ def _measure(comm: ProcessComm, task: CalibrationTask, pipe: Any) -> RankPoints:
             part()
         comm.exchange(None)  # all measure the same at the same time
     if comm.mesh.size > 1:
+        _say(comm, pipe, "the host's optimizer step of one rank")
+        if comm.rank == 0:
+            rates["alone"] = compute.step()
+        comm.exchange(None)
         _say(comm, pipe, f"collectives and messages of {many(comm.mesh.size, 'rank')}")
         if comm.mesh.positions > 1:
             comm.open_channels(CHANNELS)

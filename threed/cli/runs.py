@@ -221,6 +221,7 @@ def _fits(values: dict[str, Any], limit_bytes: int) -> bool:
     which take longer to plan."""
     from threed.config.load import of_values
     from threed.planner.from_config import analysed
+    from threed.prediction import host
     from threed.prediction.hardware import Hardware
     from threed.prediction.peak import peaks, too_much
     from threed.program.summary import stages
@@ -229,11 +230,11 @@ def _fits(values: dict[str, Any], limit_bytes: int) -> bool:
     short = {**values, "train.global_batch_size": micro_batches * values["parallel.dp"]}
     machine = Hardware.parse("")
     try:
-        ranks = min(machine.devices, of_values(dict(values), "the config").world_size)
+        config = of_values(dict(values), "the config")
         analysis = analysed(of_values(short, "the config"))
     except (ConfigError, PlanError):
         return False
     rows = stages(analysis)
-    if ranks * max(row.host_bytes for row in rows) > machine.host_memory_gb * 1e9:
+    if not host.fits(host.use_of(config, machine, rows), machine):
         return False
     return too_much(peaks(analysis, machine, rows=rows), machine, limit_bytes) is None

@@ -167,16 +167,16 @@ class Comm(ABC):
         """Rank 0's value; other ranks' values are ignored."""
         return self.exchange(value if self.rank == 0 else None)[0]
 
-    def lane(self, name: str) -> Lane:
+    def lane(self, name: str, beside: bool = False) -> Lane:
         """A queue of work beside the computation. If this rank is alone in all groups of a lane, the lane
-        runs its jobs at once."""
-        if name not in self._lanes:
-            self._lanes[name] = self._make_lane(name)
+        runs its jobs at once, unless somebody has asked for it with `beside` before."""
+        if name not in self._lanes or (beside and self._lanes[name].at_once):
+            self._lanes[name] = self._make_lane(name, beside)
         return self._lanes[name]
 
-    def _make_lane(self, name: str) -> Lane:
+    def _make_lane(self, name: str, beside: bool) -> Lane:
         groups = [group for group, row in GROUPS.items() if row.lane == name]
-        if groups and all(len(self.mesh.group(group, self.rank)) == 1 for group in groups):
+        if groups and not beside and all(len(self.mesh.group(group, self.rank)) == 1 for group in groups):
             return Lane(self.device)
         if not device_of(self.device).asynchronous or name in HOST_LANES:
             return ThreadLane(name, self.device)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import resource
 from contextlib import AbstractContextManager, nullcontext
@@ -11,6 +10,7 @@ from typing import Any, ClassVar, NoReturn
 import torch
 
 from threed.base.errors import InputError
+from threed.devices import host
 from threed.devices.clock import HostClock
 from threed.devices.device import Device
 
@@ -52,7 +52,7 @@ class Cpu(Device):
         return ""
 
     def memory_bytes(self) -> int:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return host.memory_bytes()
 
     def peak_bytes(self) -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

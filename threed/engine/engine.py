@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from threed.base.errors import RunError, ThreedError, line_of
+from threed.base.mesh import GROUPS
 from threed.comm.group import Comm
 from threed.comm.lanes import Handle, so_far
 from threed.devices import device_of
@@ -34,7 +35,7 @@ from threed.program.analysis import Analysis
 from threed.program.check import describe
 from threed.program.effects import effects
 from threed.program.graphs import graphs
-from threed.program.instruction import COMPUTE, MESSAGES, PARTS, Instruction, Slot
+from threed.program.instruction import COMPUTE, MESSAGES, PARTS, Instruction, Op, Slot
 from threed.program.names import GENERATE, SETTLE, SNAPSHOT, TRAIN, VERIFY
 from threed.program.plan import Plan
 from threed.program.seam import seam_of
@@ -88,6 +89,11 @@ class Engine:
         self.handlers = {**self.pipeline.handlers(), **offload.handlers(),
                          **{op: _by_kind(*(each.get(op) for each in sharing)) for op in ops}}
         self.orders = {name: analysis.order(name, position) for name in plan.programs}
+        # Behind a FETCH also the GATHER of a single rank would hold up the computation that comes before it.
+        for name in {GROUPS[item.group].lane for programs in plan.programs.values()
+                     for item in programs[position] if item.op == Op.GATHER and not item.of_slot
+                     and table.away(item.unit)}:
+            comm.lane(name, beside=True)
         self.clock = device_of(comm.device).clock()
         self._ended: list[Any] = []  # marks of the program under way: the end of each instruction
         self._under: UnderWay | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -13,9 +13,9 @@ import torch
 from threed.base.errors import InputError
 from threed.comm.group import Comm
 from threed.devices import device_of, kind_of
+from threed.devices.host import SYSFS, group_files
 
-SYSFS = Path("/sys")
-GROUPS = Path("/proc/self/cgroup")
+ISSUING = 2  # threads of a rank that issue kernels: its own, and the one that autograd starts for a device
 THREADS = Path("/proc/self/task")  # of this process, by number
 
 
@@ -71,6 +71,18 @@ def stay_beside(device: torch.device, sysfs: Path = SYSFS) -> None:
         torch.set_num_threads(max(1, min(torch.get_num_threads(), len(cpus) // max(1, sharing))))
 
 
+def step_threads(comm: Comm, hosts: Sequence[str]) -> int:
+    """Threads of this rank's optimizer step on the host, on processors that it may share with other ranks of
+    its host: all but those that issue work to the GPU meanwhile. 0, as many as torch's, on a CPU, or where
+    somebody has chosen (OMP_NUM_THREADS). `hosts`: the name of each rank's host. All ranks call it."""
+    mine = os.sched_getaffinity(0)
+    everywhere = comm.exchange((hosts[comm.rank], sorted(mine)))
+    if not device_of(comm.device).asynchronous or "OMP_NUM_THREADS" in os.environ:
+        return 0
+    sharing = sum(host == hosts[comm.rank] and not mine.isdisjoint(cpus) for host, cpus in everywhere)
+    return max(1, len(mine) // sharing - ISSUING)
+
+
 def near_cpus(bus: str, allowed: set[int], sysfs: Path = SYSFS) -> set[int] | None:
     """Those of the `allowed` processors that are on the NUMA node of a GPU, which is given by its bus address
     such as 0000:3b:00.0; None where the process is to stay as it is."""
@@ -95,20 +107,9 @@ def numbers(text: str) -> set[int]:
 def _whole(sysfs: Path) -> set[int]:
     """The processors of a process that nobody has bound: those of its control group (a container, a job), or
     all."""
-    places = [*(sysfs / path for path in _control_groups(_read(GROUPS))), sysfs / "devices/system/cpu/online"]
+    files = group_files("cpuset", "cpuset.cpus.effective", "cpuset.effective_cpus")
+    places = [*(sysfs / path for path in files), sysfs / "devices/system/cpu/online"]
     return next((found for found in map(numbers, map(_read, places)) if found), set())
-
-
-def _control_groups(text: str) -> Iterator[str]:
-    """The files that list a control group's processors, of version 2 and of version 1; `text`: the groups of
-    a process, a line each. In a container the path may be the one outside; then the mounted root is its
-    own."""
-    rows = [line.split(":", 2) for line in text.splitlines()]
-    for _, kind, path in (row for row in rows if len(row) == 3 and row[1] in ("", "cpuset")):
-        root, name = ("fs/cgroup/cpuset", "cpuset.effective_cpus") if kind else ("fs/cgroup",
-                                                                                "cpuset.cpus.effective")
-        yield f"{root}{path.rstrip('/')}/{name}"
-        yield f"{root}/{name}"
 
 
 def _read(path: Path) -> str:

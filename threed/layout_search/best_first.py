@@ -30,6 +30,7 @@ from threed.layout_search.layout import Layout, config_of
 from threed.layout_search.memory_filter import MemoryFilter
 from threed.layout_search.short_plan import ShortPlans
 from threed.layout_search.space import NEEDLESS, NO_HOST, NO_MEMORY, REFUSED, SLOWER, Space, Variant
+from threed.prediction import host
 from threed.prediction.hardware import Hardware
 from threed.program.instruction import Op, Tier
 from threed.program.table import Table
@@ -171,8 +172,7 @@ class Search:
             if result.nearest is None or size < result.nearest[0]:
                 result.nearest = size, layout
             return NO_MEMORY
-        if layout.offload_optimizer and (self.memory_filter.host_bytes(layout)
-                                         > self.hardware.host_memory_gb * 1e9):
+        if layout.offload_optimizer and not host.fits(self.memory_filter.host_use(layout), self.hardware):
             return NO_HOST
         if size < _SURE * self.memory:
             fitting.append(variant)

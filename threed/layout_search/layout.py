@@ -100,6 +100,12 @@ _FAMILIES = {"zb-h1": "zero bubble", "zb-h2": "zero bubble", **dict.fromkeys(
     "breadth-first": "all forwards first"}
 
 
+def schedules() -> tuple[str, ...]:
+    """Those that layouts may have: all but those whose stages are units, which are for parameters that come
+    and go, and no search offloads them by itself. (Looked up at each call: a script may add one.)"""
+    return tuple(name for name, row in SCHEDULES.items() if not row.by_unit)
+
+
 def copied(config: Config) -> Config:
     """A config with the same values, whose keys can be set apart. (A search makes thousands.)"""
     other = copy.copy(config)
@@ -120,7 +126,7 @@ def config_of(layout: Layout, base: Config) -> Config:
     shard = layout.shard_size if layout.shard_size < layout.dp else None
     third = base.zero if layout.stage == 3 else ZeroConfig()
     config.zero = ZeroConfig(layout.stage, shard if layout.stage >= 1 else None,
-                             layout.reduce_every if layout.stage >= 2 else None,
+                             layout.reduce_every if layout.stage >= 2 and layout.reduce_every else "auto",
                              layout.residency if layout.stage == 3 else None,
                              third.prefetch, third.persist_below)
     if layout.policy in ("full", "budget"):
@@ -134,7 +140,9 @@ def config_of(layout: Layout, base: Config) -> Config:
     config.offload = OffloadConfig()
     if layout.offload_optimizer:
         tier = "nvme" if base.offload.optimizer == "nvme" else "cpu"
-        config.offload = replace(base.offload, optimizer=tier,
+        # A layout that reduces after each micro-batch saves memory: its gradients leave the device.
+        where = "host" if layout.stage >= 2 and layout.reduce_every not in ("step", "auto") else "device"
+        config.offload = replace(base.offload, optimizer=tier, gradients=where,
                                  parameters=base.offload.parameters if layout.stage == 3 else "none")
     config.model.tile_linears = layout.tile_linears
     config.precision.reduce_dtype = layout.reduce_dtype or base.precision.reduce_dtype

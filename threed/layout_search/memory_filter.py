@@ -19,6 +19,7 @@ from threed.layout_search.layout import Layout, config_of
 from threed.layout_search.short_plan import FORWARDS_FIRST, steady_count
 from threed.layout_search.units import UnitCost
 from threed.planner.facts import make_mesh
+from threed.prediction.host import HostUse, RankBytes, fullest
 from threed.prediction.peak import groups
 from threed.program.instruction import Tier
 from threed.program.summary import gradient_bytes, parameter_bytes
@@ -33,6 +34,7 @@ class PartBytes(NamedTuple):
     fixed: int  # bytes on the device all the time
     host: int  # on the host
     trains: bool
+    pooled: bool  # whether its whole gradient is in a buffer that others use, too
     gathered: bool  # whether it is gathered in a buffer
     staged: bool  # whether its gradient arrives in a buffer
 
@@ -63,10 +65,10 @@ class MemoryFilter:
         paired, plain = self._kept(layout._replace(pair=True)), self._kept(layout)
         return max(map(add, peaks, map(sub, paired, plain)))
 
-    def host_bytes(self, layout: Layout) -> int:
-        """Of what is off the device, of the ranks of a node."""
-        ranks = round(min(self.hardware.node_ranks, layout.tp * layout.pp * layout.dp))
-        return ranks * max(sum(part.host for part in parts) for parts in self._held(layout))
+    def host_use(self, layout: Layout) -> HostUse:
+        """What is off the device, of the ranks of the fullest node."""
+        rows = [RankBytes(sum(part.host for part in parts), 0) for parts in self._held(layout)]
+        return fullest(make_mesh(config_of(layout, self.config)), self.hardware.node_ranks, rows)
 
     def taken(self, layout: Layout) -> int:
         """Bytes for CUDA, and for the communicators of a rank, the most of any position."""
@@ -96,11 +98,12 @@ class MemoryFilter:
                 fixed, host = parameter_bytes(table, p), 0
                 if held.trains:
                     away = ratio if held.state_home != Tier.DEVICE else 0.0
-                    each = table.state_bytes(Tier.HOST, p) + table.elements.grad
+                    each = table.state_bytes(Tier.HOST, p) + table.streams(p) * table.elements.grad
                     host = round(away * table.shard_numel(p) * each) * (held.state_home == Tier.HOST)
                     fixed += gradient_bytes(table, p) + round(
                         (1 - away) * table.shard_numel(p) * table.state_bytes(Tier.DEVICE, p))
-                return PartBytes(held.numel, fixed, host, held.trains, not held.whole and table.is_cut(p),
+                pooled, gathered = held.trains and not table.in_place(p), not held.whole and table.is_cut(p)
+                return PartBytes(held.numel, fixed, host, held.trains, pooled, gathered,
                                  any(step.staged and step.ranks > 1 for step in held.reductions))
 
             tied = [p for p, held in table.parameters.items() if held.name == "tied embedding"]
@@ -196,8 +199,8 @@ def _fixed_bytes(layout: Layout, config: Config, parts: Sequence[PartBytes], win
     trained = [part.numel for part in parts if part.trains]
     size = sum(part.fixed for part in parts)
     size += _most([part.numel for part in parts if part.gathered], window) * element
-    if layout.stage >= 2:
-        size += _most(trained, len(trained) if layout.reduce_every == "step" else 2) * grad
+    pooled = [part.numel for part in parts if part.pooled]
+    size += _most(pooled, len(pooled) if layout.reduce_every == "step" else 2) * grad
     if any(part.staged for part in parts):
         size += max(trained, default=0) * reduce * (1 if reduce == grad else 2)
     return size

@@ -15,7 +15,7 @@ from threed.base.mesh import FOLDS, fold_problem
 from threed.base.quantity import divisors
 from threed.config.validate import validate
 from threed.layout_search.bounds import Bounds
-from threed.layout_search.layout import Layout, config_of
+from threed.layout_search.layout import Layout, config_of, schedules
 from threed.models.families.registry import family_of
 from threed.models.tiling import counts_rows, folds_of
 from threed.schedules.orders import SCHEDULES
@@ -145,9 +145,7 @@ class Space:
         return ("pp-dp-tp", "dp-pp-tp") if both else ("pp-dp-tp",)
 
     def _schedules(self, mesh: Layout, microbatches: int) -> Iterator[tuple[str, int]]:
-        # One whose stages are units is for parameters that come and go; searches offload none by themselves.
-        named = tuple(name for name, row in SCHEDULES.items() if not row.by_unit)
-        for name in self._choices("schedule", named if mesh.pp > 1 else ("1f1b",)):
+        for name in self._choices("schedule", schedules() if mesh.pp > 1 else ("1f1b",)):
             row = SCHEDULES[name]
             if microbatches < row.least(mesh.pp):
                 self._drop(NO_FILL, f"{name} with pp {mesh.pp}: {microbatches} of {row.least(mesh.pp)}")

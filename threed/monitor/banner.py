@@ -26,13 +26,18 @@ def size_line(config: Config) -> str:
             f"{config.model.counted}")
 
 
+def like(device: torch.device) -> str:
+    """The name of the hardware that a device is most like."""
+    if (known := device_of(device)).kind == "cpu":
+        return OF_CPUS
+    called = known.name()
+    return next((board for part, board in BOARDS.items() if part in called), DEFAULT)
+
+
 def predicted_s(config: Config, analysis: Analysis, device: torch.device) -> tuple[float, str] | None:
     """Seconds of a step on the hardware that a device is most like, as `threed predict` has it, and the
     hardware's name. None where a step is surely short, or cannot be predicted."""
-    name = OF_CPUS
-    if (known := device_of(device)).kind != "cpu":
-        called = known.name()
-        name = next((board for part, board in BOARDS.items() if part in called), DEFAULT)
+    name = like(device)
     try:
         machine = Hardware.parse(name)
         train = config.train

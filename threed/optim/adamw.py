@@ -33,8 +33,8 @@ class AdamW(Optimizer):
                                 maximize=False, grad_scale=divisor, found_inf=None)
 
     def update_any(self, view: View, by: Update, copy: Tensor | None) -> bool:
-        """The update in native.c, with torch's number of threads, for fp32 weights in host memory, and a
-        gradient and a copy of any precision."""
+        """The update in native.c, for fp32 weights in host memory, and a gradient and a copy of any
+        precision."""
         import torch
 
         state = view.weight, view.state["exp_avg"], view.state["exp_avg_sq"]
@@ -51,5 +51,5 @@ class AdamW(Optimizer):
             by.lr / (1 - beta1**by.number), 1 / math.sqrt(1 - beta2**by.number), by.config.eps)
         native.ADAMW(native.Range(*(tensor.data_ptr() for tensor in (*state, view.grad)),
                                   copy.data_ptr() if copy is not None else None, *kinds),
-                     view.weight.numel(), torch.get_num_threads(), numbers)
+                     view.weight.numel(), by.threads or torch.get_num_threads(), numbers)
         return True

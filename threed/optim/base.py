@@ -35,6 +35,7 @@ class Update(NamedTuple):
     decay: bool  # whether weight decay applies to the range
     scale: float  # gradients are multiplied by it
     mean: float = 0.0  # of a gradient that is a count: over the elements of its parameter
+    threads: int = 0  # of native.c; 0: as many as torch's
 
     @property
     def weight_decay(self) -> float:

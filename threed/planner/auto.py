@@ -4,7 +4,6 @@ units that are recomputed to meet a memory budget. No torch."""
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
@@ -88,16 +87,35 @@ def decided(config: Config, room: float | None = None) -> Config:
 def choices(config: Config, room: float | None = None) -> dict[str, Any]:
     """Dotted key -> what its `auto` is here. `room`: bytes of a device that a plan may take; infinity: any
     number; None: nobody knows the device, and those of a usual one are taken, or any number on a CPU."""
-    chosen: dict[str, Any] = {}
-    schedule = SCHEDULES.get(config.parallel.schedule)
+    schedule, m = SCHEDULES.get(config.parallel.schedule), config.num_microbatches
     if room is None:
         room = math.inf if config.run.device == "cpu" else USUAL_ROOM
     grouped = bool(schedule and schedule.by_unit) and config.parallel.group == "auto"
-    if config.offload.optimizer != "none" and config.zero.stage >= 2:
-        chosen |= _gradients(with_choices(config, {"parallel.group": 1} if grouped else {}), room)
-    if grouped:
-        chosen["parallel.group"] = _group(with_choices(config, chosen), room)
-    return chosen
+    groups = [{"parallel.group": size} for size in reversed(divisors(m))] if grouped else [{}]
+    ways = _gradients(config)
+    limited = config.parallel.activation_limit is not None or config.activation.policy == "budget"
+    if len(ways) * len(groups) == 1 or (room == math.inf and not limited):
+        return ways[0] | groups[0]
+    for way in ways:
+        # Where gradients stay on the device, the smallest group takes least.
+        least = with_choices(config, way | groups[-1])
+        if way.get("offload.gradients") == "device" and not fits(least, room):
+            continue
+        for group in groups:
+            if fits(with_choices(config, way | group), room):
+                return way | group
+    return ways[-1] | groups[-1]
+
+
+def _gradients(config: Config) -> list[dict[str, Any]]:
+    """When gradients are reduced and where they are until CLIP, where the host steps: the best first. Whole
+    gradients on the device, a rank's part of them, and none, which a schedule that is done with one unit
+    before the next begins sends to the host once a step, and others after every micro-batch."""
+    if config.offload.optimizer == "none" or config.zero.stage < 2:
+        return [{}]
+    every = ("step", 1) if config.zero.reduce_every in ("auto", None) else (config.zero.reduce_every,)
+    where = ("device", "host") if config.offload.gradients == "auto" else (config.offload.gradients,)
+    return [{"zero.reduce_every": each, "offload.gradients": place} for place in where for each in every]
 
 
 def with_choices(config: Config, chosen: dict[str, Any]) -> Config:
@@ -126,39 +144,12 @@ def chosen_for(given: Config, config: Config) -> list[str]:
     return lines
 
 
-def _gradients(config: Config, room: float) -> dict[str, Any]:
-    """When gradients are reduced, and where they are until CLIP, with an optimizer on the host: the first of
-    these that fits: whole gradients on the device, a rank's part of them there, none there."""
-    every = ("step", 1) if config.zero.reduce_every in ("auto", None) else (config.zero.reduce_every,)
-    where = ("device", "host") if config.offload.gradients == "auto" else (config.offload.gradients,)
-    ways = [{"zero.reduce_every": each, "offload.gradients": place} for place in where for each in every
-            if not (place == "host" and each == "step" and len(every) > 1)]
-    for way in ways[:-1] if room < math.inf else ():
-        other = with_choices(config, way)
-        if fits(other, make_pipeline(other), room):
-            return way
-    return ways[-1] if room < math.inf else ways[0]
-
-
-def _group(config: Config, room: float) -> int:
-    """The largest group whose plan fits; 1 where none does."""
-    sizes = divisors(config.num_microbatches)
-    if room == math.inf and config.parallel.activation_limit is None and config.activation.policy != "budget":
-        return sizes[-1]
-
-    def too_large(group: int) -> bool:
-        other = with_choices(config, {"parallel.group": group})
-        return not fits(other, make_pipeline(other), room)
-
-    # A larger group keeps more, so a few plans say which is the last that fits.
-    return sizes[max(0, bisect_left(sizes, True, key=too_large) - 1)]
-
-
-def fits(config: Config, pipeline: Pipeline, room: float) -> bool:
+def fits(config: Config, room: float) -> bool:
     """Whether a plan takes at most `room` bytes of a device and keeps within `parallel.activation_limit`. An
     instruction's temporaries are counted as what the largest unit saves: what they are exactly, only torch
     knows (prediction/transient)."""
     try:
+        pipeline = make_pipeline(config)
         analysis = Analysis(unchecked_plan(config, pipeline))
         check_limit(config, pipeline, analysis)
     except InputError:  # a limit or a budget that no plan of this pipeline keeps

@@ -14,6 +14,7 @@ from threed.base.texttable import render, wrapped
 from threed.config.validate import validate
 from threed.models.tiling import folds_of
 from threed.planner import analyse
+from threed.prediction import host
 from threed.prediction.analytic import cost as analytic_cost
 from threed.prediction.contention import step
 from threed.prediction.hardware import Hardware
@@ -75,14 +76,15 @@ def measure(config: Config, hardware: Hardware, transient: Transient,
             memory: int | None = None) -> dict[str, Any]:
     """What the fullest rank needs of a device's memory (`peak_bytes`) and its parts: `fixed_bytes` and
     `planned_bytes` for slots and buffers, and `taken_bytes` for CUDA and NCCL; the most bytes that a rank
-    sends over dp, and the time of a step. `peaks`: of each position. `memory`: of a device; None: the
-    hardware's."""
+    sends over dp, and the time of a step. `peaks`: of each position; `host`: of the fullest node's host.
+    `memory`: of a device; None: the hardware's."""
     analysis = analyse(config, room=plan_room(hardware, config, memory))
     plan, rows = analysis.plan, stages(analysis)
     held = peaks(analysis, hardware, transient.of(plan), rows)
     most = fullest(held)
     cost = analytic_cost(plan, hardware, load_costs(config.parallel.costs) if config.parallel.costs else None)
-    return {"fixed_bytes": most.fixed_bytes, "planned_bytes": most.fixed_bytes + most.activation_bytes,
+    return {"host": host.use_of(config, hardware, rows)._asdict(),
+            "fixed_bytes": most.fixed_bytes, "planned_bytes": most.fixed_bytes + most.activation_bytes,
             "taken_bytes": most.taken_bytes, "peak_bytes": most.total,
             "peaks": [row._asdict() for row in held],
             "dp_bytes": max(row.sent_bytes["dp"] for row in rows),
@@ -90,9 +92,10 @@ def measure(config: Config, hardware: Hardware, transient: Transient,
 
 
 def advise(config: Config, hardware: Hardware, memory: int | None = None,
-           progress: Callable[[str], None] = lambda _: None) -> list[dict[str, Any]]:
+           progress: Callable[[str], None] = lambda _: None,
+           holds_host: bool = False) -> list[dict[str, Any]]:
     """The config, then its neighbours: first those that fit into `memory` bytes of a device, the fastest
-    first, then the others by peak."""
+    first, then the others by peak. `holds_host`: whether they must fit into the host's memory, too."""
     limit = None if memory is None else hardware.usable_bytes(memory)
     transient = Transient()
     progress("temporaries of each kind of unit")
@@ -113,7 +116,8 @@ def advise(config: Config, hardware: Hardware, memory: int | None = None,
             continue  # a limit in the config, such as activation_limit, refuses this neighbour
         rows.append({"setting": setting, "changes": changes, **values})
     for row in rows:
-        row["fits"] = limit is None or row["peak_bytes"] <= limit
+        enough = not holds_host or host.fits(host.HostUse(**row["host"]), hardware)
+        row["fits"] = limit is None or (row["peak_bytes"] <= limit and enough)
     rest = sorted(rows[1:], key=lambda row: (not row["fits"],
                                              row["step_s"] if row["fits"] else row["peak_bytes"]))
     return [here, *rest]

@@ -31,7 +31,7 @@ def cost(plan: Plan, hardware: Hardware, measured: Costs | None = None, imbalanc
     compute, travel = _Compute(plan, hardware), _Travel(plan, hardware)
     host_s = hardware.host_us * 1e-6 if hardware.waits else 0.0
     ways = {"d2h": hardware.link_gbps, "h2d": hardware.link_gbps, "read": hardware.read_gbps,
-            "write": hardware.write_gbps, "host": hardware.host_gbps}
+            "write": hardware.write_gbps, "host": hardware.host_rate(_ranks_of_node(plan, hardware)) * 8e-9}
     known: dict[tuple, float] = {}
     busiest = uneven(plan.table) if imbalance != 1.0 else {}
 
@@ -48,7 +48,11 @@ def cost(plan: Plan, hardware: Hardware, measured: Costs | None = None, imbalanc
             return compute.prices.moved(2 * part)
         if op in (Op.OFFLOAD, Op.FETCH):
             gbps, size = ways[effects(instruction, table, position).lane], moved_by(table, instruction)
-            return size * 8 / (gbps * 1e9) + hardware.kernel_us * 1e-6
+            copied_s = size * 8 / (gbps * 1e9) + hardware.kernel_us * 1e-6
+            if instruction.kind == "gshard" and table.adds_on_host(instruction.unit):
+                first = table.zero.reduce_every / table.num_microbatches  # which is only copied
+                return copied_s + (1 - first) * max(0.0, compute.added(size) - copied_s)
+            return copied_s
         sent_s = travel.seconds(position, instruction)
         by_counts = busiest and op == Op.EXCHANGE and move_of(instruction, table).counts
         return sent_s * imbalance if by_counts else sent_s
@@ -89,7 +93,7 @@ class _Compute:
         self.table, self.hardware = plan.table, hardware
         self.units = _units(plan, hardware)
         self.sequence_parallel = plan.config is not None and plan.config.parallel.sequence_parallel
-        self.prices = Prices(hardware, plan.table.elements.param)
+        self.prices = Prices(hardware, plan.table.elements.param, _ranks_of_node(plan, hardware))
         self.travel, self.places = Travel(hardware), _places(plan, hardware)
         self._known = _known_prices(hardware, plan.table.elements.param, self.sequence_parallel, tuple(
             (axis, *vars(self.places[axis]).values()) for axis in axes_of("parameters")))
@@ -146,10 +150,14 @@ class _Compute:
                         + table.param_bytes(index))
         return self.prices.update(size, home != Tier.DEVICE)
 
+    def added(self, size: int) -> float:
+        """Seconds in which the host adds so many bytes to a gradient: it reads both and writes the sum."""
+        return self.prices.update(3 * size, True)
+
     def norm(self, position: int) -> float:
-        """CLIP reads the gradients, where they are."""
+        """CLIP reads the gradients where they are. (What leaves the device in one piece is read before.)"""
         table = self.table
-        return sum(self.prices.update(table.shard_numel(unit) * table.elements.grad, table.streams(unit))
+        return sum(self.prices.update(table.shard_numel(unit) * table.elements.grad, table.adds_on_host(unit))
                    for unit in table.stepped(position))
 
 
@@ -183,6 +191,11 @@ class _Travel:
             return 0.0
         way = self.travel.exchange if instruction.op == Op.EXCHANGE else self.travel.ring
         return way(sent, self.places[instruction.group])
+
+
+def _ranks_of_node(plan: Plan, hardware: Hardware) -> float:
+    """Ranks that share a node's memory."""
+    return min(make_mesh(plan.config).size, hardware.node_ranks) if plan.config is not None else 1
 
 
 def _places(plan: Plan, hardware: Hardware) -> dict[str, GroupPlace]:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from threed.base.texttable import wrapped
 from threed.prediction import advise as advising
-from threed.prediction import peak
+from threed.prediction import host, peak
 from threed.prediction.hardware import DEFAULT, OF_CPUS, Hardware
 from threed.prediction.report import show_costs
 from threed.prediction.transient import Transient
@@ -43,20 +43,28 @@ def fit(config: Config, asked: FitRequest,
         peak.memory_of(machine, config) if asked.hardware else None)
     values, texts = {}, []
     if asked.advise:
-        rows = advising.advise(config, machine, limit, progress)
-        values["advice"], held = rows, [peak.Peak(**row) for row in rows[0]["peaks"]]
+        rows = advising.advise(config, machine, limit, progress, bool(asked.hardware))
+        values["advice"], here = rows, rows[0]
         costs, usual = config.parallel.costs, not asked.hardware and not machine.waits
         lines = show_costs(costs or machine.title, usual and costs is None, asked.columns)
         texts.append("\n".join([*lines, advising.show(rows, limit, asked.columns)]))
         values["costs"] = costs or machine.title
     else:
-        held = [peak.Peak(**row) for row in advising.measure(config, machine, Transient(), limit)["peaks"]]
+        here = advising.measure(config, machine, Transient(), limit)
+    held, use = [peak.Peak(**row) for row in here["peaks"]], host.HostUse(**here["host"])
+    if not asked.advise:
         texts.append(wrapped(peak.show(held), asked.columns))
     if limit is None:
         return values, texts, None
-    small = peak.too_much(held, machine, limit)
+    small, few = peak.too_much(held, machine, limit), None
     if small is None:
         texts[-1] += f"\n{peak.room(held, machine, limit)}"
     elif not asked.advise:
         small += "; --advise looks for settings that fit, threed search for another mesh"
-    return {**values, **peak.document(held, machine, limit)}, texts, small
+    values |= peak.document(held, machine, limit)
+    if asked.hardware:  # else nobody has said what the host is
+        few = host.too_much(use, machine, config)
+        values |= host.document(use, machine)
+        if few is None and use.bytes:
+            texts[-1] += f"\n{host.room(use, machine)}"
+    return values, texts, "; and ".join(filter(None, (small, few))) or None

@@ -67,9 +67,14 @@ class Hardware:
     exchange_efficiency: float = key(1.0, "rate of large all-to-alls, over that of other large messages: "
                                      "inside a node, and between nodes")
     # ---- the host
-    host_gbps: float = key(800.0, "Gbit/s of host memory that a rank has for its optimizer step")
+    host_gbps: float = key(800.0, "Gbit/s of host memory that the optimizer step of one rank reaches, alone "
+                           "on its node")
+    host_all_gbps: float = key(2600.0, "and those of all ranks of a node together, which share its memory")
     host_memory_gb: float = key(1000.0, "GB of a node")
-    link_gbps: float = key(200.0, "Gbit/s between device and host, each way")
+    host_free_share: float = key(0.1, "share of it that stays free, for the processes themselves and for the "
+                                 "system's caches")
+    link_gbps: float = key(200.0, "Gbit/s between device and host, one way alone")
+    link_both: float = key(0.82, "share of it that each way keeps while copies go both ways")
     read_gbps: float = key(24.0, "Gbit/s that a rank reads from its disk")
     write_gbps: float = key(12.0, "Gbit/s that a rank writes to its disk")
     dollars: float = key(0.0, "an hour of one device; 0: not known")
@@ -113,6 +118,21 @@ class Hardware:
         """Of so many bytes of a device's memory, those that may be in use at a peak."""
         return round(memory * (1.0 - self.free_share))
 
+    @property
+    def host_bytes(self) -> int:
+        """Of a node's host."""
+        return round(self.host_memory_gb * 1e9)
+
+    @property
+    def usable_host_bytes(self) -> int:
+        """Of a node's memory, those that its ranks may use together."""
+        return round(self.host_bytes * (1.0 - self.host_free_share))
+
+    def host_rate(self, ranks: float) -> float:
+        """Bytes a second of host memory that each of so many ranks of a node has for its optimizer step."""
+        together = min(ranks, self.devices) if self.waits else ranks  # more take turns
+        return min(self.host_gbps, self.host_all_gbps / together) * 1e9 / 8
+
     def peak(self, element: int) -> float:
         """FLOPs a second of products, at an element's bytes."""
         return 1e12 * (self.tflops if element < 4 else self.tflops_fp32)
@@ -121,9 +141,10 @@ class Hardware:
 _NAMES = tuple(item.name for item in fields(Hardware))
 NUMBERS = tuple(name for name in _NAMES if name != "name")
 _MAY_BE_0 = ("attention_passes", "contention", "half_dim", "exponential_ns", "kernel_us", "launch_us",
-             "host_us", "node_us", "adapter_us", "context_gb", "communicator_gb", "free_share", "dollars")
+             "host_us", "node_us", "adapter_us", "context_gb", "communicator_gb", "free_share",
+             "host_free_share", "dollars")
 SHARES = ("efficiency", "contention", "attention_efficiency", "memory_efficiency", "node_efficiency",
-          "adapter_efficiency", "free_share")
+          "adapter_efficiency", "free_share", "host_free_share", "link_both")
 
 
 def names() -> list[str]:

@@ -74,7 +74,7 @@ def at_stage(config: Config, stage: int) -> Config:
     """A config with another ZeRO stage, without the settings that have no meaning at that stage."""
     other, zero = copy.deepcopy(config), config.zero
     other.zero = replace(zero, stage=stage) if stage >= 3 else ZeroConfig(
-        stage, zero.shard_size if stage >= 1 else None, zero.reduce_every if stage >= 2 else None)
+        stage, zero.shard_size if stage >= 1 else None, zero.reduce_every if stage >= 2 else "auto")
     return other
 
 

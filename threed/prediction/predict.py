@@ -11,6 +11,7 @@ from threed.base.quantity import BYTES, parse_count
 from threed.models.model import model_flops
 from threed.planner import make_mesh, make_plan
 from threed.planner.from_config import CONFIG, analysed, config_of, load_config
+from threed.prediction import host
 from threed.prediction.analytic import cost as analytic_cost
 from threed.prediction.analytic import uneven
 from threed.prediction.contention import PricedPlan
@@ -39,7 +40,8 @@ def predict(what: Config | Plan, hardware: str = "", costs: str | Path | None = 
     Returns the document of `threed predict --json`: `step_time` in seconds, `bubble` as a share of it, and
     `stages`, a row a pipeline position (`peak_bytes` by tier, `peak`: what it is made of, `busy_s`,
     `sent_bytes` by axis); `memory_bytes`: of a device; `too_much`: why that is too little, or
-    None. Raises InputError, also for a wrong `hardware` or `costs`.
+    None; `host`: what the ranks of the fullest node need of its memory, and `host_too_much`, the same of it.
+    Raises InputError, also for a wrong `hardware` or `costs`.
 
     >>> threed.predict(threed.load("configs/toy.yaml"), "h100-sxm")["step_time"]
     """
@@ -100,6 +102,8 @@ def document(step: PricedPlan, machine: Hardware, tokens: float | None = None) -
     memory, held = memory_of(machine, config), [Peak(**row["peak"]) for row in values["stages"]]
     values |= {"memory_bytes": memory, "usable_bytes": machine.usable_bytes(memory),
                "too_much": too_much(held, machine, memory)}
+    use = host.use_of(config, machine, values["stages"])
+    values |= {**host.document(use, machine), "host_too_much": host.too_much(use, machine, config)}
     if machine.waits:
         values["processors"] = machine.devices
     return {**values, **_speed(config, machine, values["step_time"], tokens)}

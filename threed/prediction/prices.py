@@ -27,10 +27,11 @@ _ATTENTION_KERNELS, _ATTENTION_BACKWARD, _PASSES_BACKWARD = (1, 3), 2.5, 1.3
 
 
 class Prices:
-    """Seconds of kernels on one device, at an element's bytes."""
+    """Seconds of kernels on one device, at an element's bytes, and of the optimizer's step on the host, whose
+    memory so many ranks of a node share."""
 
-    def __init__(self, hardware: Hardware, element: int):
-        self.hardware, self.element = hardware, element
+    def __init__(self, hardware: Hardware, element: int, ranks: float = 1):
+        self.hardware, self.element, self._host = hardware, element, hardware.host_rate(ranks)
         self._speed = hardware.peak(element) * hardware.efficiency
         self._memory = hardware.memory_gbps * 1e9 / 8 * hardware.memory_efficiency
 
@@ -52,7 +53,7 @@ class Prices:
     def update(self, size: int, on_host: bool) -> float:
         """Of the optimizer's work on so many bytes, on the host or on the device."""
         if on_host or self.hardware.waits:
-            return size * 8 / (self.hardware.host_gbps * 1e9)
+            return size / self._host
         return self.moved(size)
 
     def _exponentials(self, count: float) -> float:

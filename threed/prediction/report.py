@@ -158,6 +158,8 @@ def _peaks(values: dict[str, Any], columns: int | None) -> Iterator[str]:
         room = show_bytes(values["memory_bytes"]).replace(" ", "")
         yield (f"warning: {values['too_much']}; threed check --memory {room} looks for settings that fit, "
                "threed search for another mesh")
+    if values.get("host_too_much"):
+        yield wrapped(f"warning: {values['host_too_much']}", columns)
 
 
 def show_costs(costs: str, is_usual: bool, columns: int | None = None) -> list[str]:

@@ -97,7 +97,7 @@ def stage(analysis: Analysis, position: int, alive: Memory) -> StageSummary:
         # Of parameter units; a REDUCE on the compute lane sums in place, and is not counted.
         if not form.item.of_slot and (form.item.op != Op.REDUCE or form.effect.lane != "compute"):
             counts[form.item.op] += count
-    pools, away = analysis.buffers(position), _away(table, position)
+    away = _away(table, position)
     held = table.stepped(position)
     return StageSummary(
         parameters=sum(table.parameters[p].numel - table.parameters[p].padding for p in table.held(position)),
@@ -105,13 +105,19 @@ def stage(analysis: Analysis, position: int, alive: Memory) -> StageSummary:
         gradient_bytes=sum(gradient_bytes(table, p) for p in held),
         optimizer_bytes=sum(table.size(table.state(p)) for p in held
                             if table.parameters[p].state_home == Tier.DEVICE),
-        buffer_bytes=pools.bytes(table),
-        host_bytes=away[Tier.HOST] + pools.host_bytes(table), disk_bytes=away[Tier.DISK],
-        snapshot_bytes=_snapshot_bytes(table, position),
+        buffer_bytes=analysis.buffers(position).bytes(table),
+        host_bytes=host_bytes(analysis, position), disk_bytes=away[Tier.DISK],
+        snapshot_bytes=snapshot_bytes(table, position),
         activation_peak_bytes=alive.peak(*activations(table)), alive=alive,
         gathers=counts[Op.GATHER], reduces=counts[Op.REDUCE],
         sent_bytes=dict(sent), moved_bytes=dict(moved), frozen=_frozen(table, position),
         units=[table.units[u].name for u in table.units_of(position)])
+
+
+def host_bytes(analysis: Analysis, position: int) -> int:
+    """Of a rank of a position, on the host: offloaded values, and buffers for values on their way."""
+    table = analysis.table
+    return _away(table, position)[Tier.HOST] + analysis.buffers(position).host_bytes(table)
 
 
 def parameter_bytes(table: Table, unit: int) -> int:
@@ -143,7 +149,7 @@ def _frozen(table: Table, position: int) -> Frozen | None:
                   sum(ring(unit.numel * table.elements.reduce, unit.shards) for unit in units))
 
 
-def _snapshot_bytes(table: Table, position: int) -> int:
+def snapshot_bytes(table: Table, position: int) -> int:
     """Bytes of the copy from which a checkpoint is written while the run goes on."""
     return sum(table.size(slot) for slot in seam_of(table, position) if slot.kind == "snapshot")
 

@@ -188,6 +188,10 @@ class Table:
         return (self.zero.streams and self.away(unit) and self.zero.stage >= 2
                 and held.reductions[-1].group == held.shard_group)
 
+    def adds_on_host(self, unit: int) -> bool:
+        """Whether several parts of a gradient go to the host, which adds them up."""
+        return self.streams(unit) and self.zero.reduce_every < self.num_microbatches
+
     def in_place(self, unit: int) -> bool:
         """Whether the reduced gradient is a part of the whole one, which has memory of its own and is reduced
         once a step. From ZeRO-2 on a part is smaller than the whole, and gets its own memory, unless one rank

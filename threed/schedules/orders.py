@@ -32,7 +32,7 @@ p positions, m micro-batches, and v stages a position. With p = 3 and m = 4:
 
 interleaved and breadth-first give each position v stages, which are p apart; zb-v, v-half, v-min and
 dualpipe-v give it two, in V shape, so that the first position also has the last stage; vertical makes each
-unit a stage. With p = 1, 3 units and m = 4, vertical in groups of 2 (F2.0: stage 2, micro-batch 0):
+unit a stage. With p = 1, 3 units and m = 4, in groups of 2 (F2.0 is the forward of stage 2, micro-batch 0):
 
     F0.0 F0.1 F1.0 F1.1 F2.0 F2.1  B2.0 B2.1 B1.0 B1.1 B0.0 B0.1  F0.2 F0.3 F1.2 F1.3 ...
 """

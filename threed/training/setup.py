@@ -17,6 +17,7 @@ import torch
 from threed.base import marks
 from threed.base.console import show
 from threed.base.errors import InputError, Stopped
+from threed.base.quantity import many
 from threed.base.requests import Requests
 from threed.base.restart import Pace
 from threed.base.version import __version__
@@ -35,7 +36,7 @@ from threed.engine import shared
 from threed.engine.connect import warm
 from threed.engine.device import attention, compiles, set_up, shortcomings
 from threed.engine.engine import Engine
-from threed.engine.gpu import hosts, stay_beside
+from threed.engine.gpu import hosts, stay_beside, step_threads
 from threed.engine.loopback import channel_pairs
 from threed.engine.watch import Watch
 from threed.monitor.banner import LONG_S, predicted_s, size_line, step_line
@@ -53,6 +54,7 @@ from threed.program.analysis import Analysis
 from threed.schema import Config
 from threed.training.callbacks import in_order
 from threed.training.hooks import Callback
+from threed.training.host_room import check_hosts
 from threed.training.saving import check_room
 from threed.training.trainer import Trainer
 
@@ -86,8 +88,11 @@ def train(job: Job, local_rank: int, requests: Requests, watch: Watch, store: An
     looks = local_rank == 0  # at shared files, for its host
     prepared = _share_data(job, watch, comm, requests, store, looks)
     data = open_splits(config, prepared)
+    few = check_hosts(config, analysis, comm, watch.hosts)
     check_room(analysis.plan, comm)
+    threads = step_threads(comm, watch.hosts)
     with running(config, analysis, comm, watch) as engine:
+        engine.zero.host_threads = threads
         log = _open_log(config, analysis, comm, watch, closing) if watch.rank == 0 else None
         with watch.phase("see that run.dir is shared", waits=False):
             shared.same_folder(comm, Path(config.run.dir), watch.hosts, config.run.timeout_s, looks)
@@ -97,6 +102,10 @@ def train(job: Job, local_rank: int, requests: Requests, watch: Watch, store: An
             resumed = resume(config, engine.zero, log.say if log else lambda line: None, mine)
         marks.mark("start")
         if log:
+            for line in few:
+                log.say(f"warning: {line}")
+            if threads and _steps_on_host(config, comm.device):
+                log.say(f"the optimizer steps on the host with {many(threads, 'thread')} a rank")
             for line in (*chosen_for(given, config), *report(config, *data)):
                 log.say(line)
             due = engine.zero.step_number < config.train.steps

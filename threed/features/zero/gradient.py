@@ -116,6 +116,8 @@ class Gradient:
             self.shard = torch.zeros(part.count, dtype=dtype, device=device)
         if self.streams:
             self.host = storage.on_host(part.count, dtype)
+        # Of what has gone to the host in one piece: the squared norm of each segment, taken before it went.
+        self.squares: list[torch.Tensor] | None = None
         self.reduced = Reduced.NOTHING
         self._reduction = STREAMED if self.streams else SUMMED if self._in_pool else IN_PLACE
         self._update = ADDED_ON_HOST if self.streams else ON_HOST if self.away else ON_DEVICE
@@ -226,9 +228,17 @@ class Gradient:
         else:
             self.host = self.storage.host_grads.take(self.part.count)
         host = self.host
-        if before is not Reduced.BOTH:
-            return lambda: copy(host, shard)
-        return Waiting(lambda: self.storage.add_to(host, shard))
+        if before is Reduced.BOTH:
+            self.squares = None
+            return Waiting(lambda: self.storage.add_to(host, shard))
+        squares = self.squares = [] if self.streams else None
+
+        def job() -> None:
+            if squares is not None:
+                squares.extend(self.part.squared_norms(shard))
+            copy(host, shard)
+
+        return job
 
     # ---- after the last reduction
 

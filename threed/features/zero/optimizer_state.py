@@ -40,7 +40,7 @@ class OptimizerState:
             storage.files.make(self._file, self._bytes)
             self._map_file()
         elif home == Tier.HOST:
-            self._bind(storage.on_host(self._bytes, torch.uint8))
+            self._bind(storage.on_host(self._bytes, torch.uint8, crosses=False))
         else:
             self._master = torch.zeros(part.count if self.separate else 0, device=storage.device)
             self.buffers = {buffer.name: torch.zeros(part.count, dtype=DTYPES[buffer.dtype],

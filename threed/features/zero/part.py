@@ -11,6 +11,22 @@ from threed.base.quantity import ALIGNMENT, round_up
 from threed.features.zero.shard import FlatLayout, Placed, Segment
 from threed.program.table import ParameterUnit, Table
 
+BLOCK = 256  # elements whose squares are summed in fp32: few enough for a relative error of about 1e-8
+
+
+def squared_norm(values: torch.Tensor) -> torch.Tensor:
+    """Sum of squares of a flat tensor: in fp32 within blocks, in fp64 over blocks. (On a CPU torch's fp64
+    norm first makes an fp64 copy.) An element above 1e19 counts as an overflow: its square would overflow in
+    Adam's moments, too."""
+    whole = len(values) - len(values) % BLOCK
+    if not whole:  # (what a library of a GPU leaves as the product of vectors of length 0, nobody promises)
+        return torch.linalg.vector_norm(values, dtype=torch.float64).square()
+    norms = torch.linalg.vector_norm(values[:whole].view(-1, BLOCK), dim=1, dtype=torch.float32).double()
+    squared = norms.dot(norms)
+    if whole < len(values):
+        squared += torch.linalg.vector_norm(values[whole:], dtype=torch.float64).square()
+    return squared
+
 
 @dataclass(frozen=True)
 class UnitPart:
@@ -71,3 +87,7 @@ class UnitPart:
         then gets the same ranges under every ZeRO stage, and rounds in the same way."""
         indices = [self.index] if self.sharded else range(self.layout.num_shards)
         return [segment for index in indices for segment in self.layout.segments_of(index)]
+
+    def squared_norms(self, owned: torch.Tensor) -> list[torch.Tensor]:
+        """Of a tensor over `owned`: the squared norm of each segment of this rank's shard."""
+        return [squared_norm(self.range(owned, segment)) for segment in self.layout.segments_of(self.index)]

@@ -53,23 +53,6 @@ class Due(NamedTuple):
     update: int  # its number, from 1
 
 
-BLOCK = 256  # elements whose squares are summed in fp32: few enough for a relative error of about 1e-8
-
-
-def squared_norm(values: torch.Tensor) -> torch.Tensor:
-    """Sum of squares of a flat tensor: in fp32 within blocks, in fp64 over blocks. (On a CPU torch's fp64
-    norm first makes an fp64 copy.) An element above 1e19 counts as an overflow: its square would overflow in
-    Adam's moments, too."""
-    whole = len(values) - len(values) % BLOCK
-    if not whole:  # (what a library of a GPU leaves as the product of vectors of length 0, nobody promises)
-        return torch.linalg.vector_norm(values, dtype=torch.float64).square()
-    norms = torch.linalg.vector_norm(values[:whole].view(-1, BLOCK), dim=1, dtype=torch.float32).double()
-    squared = norms.dot(norms)
-    if whole < len(values):
-        squared += torch.linalg.vector_norm(values[whole:], dtype=torch.float64).square()
-    return squared
-
-
 def _share(counted: float, expected: int) -> float:
     """What a loss has counted, as a share of the samples by whose number it was divided before backward. Of a
     batch in which nothing counts, the loss and all gradients are zeros: it is divided by anything. RunError
@@ -89,6 +72,7 @@ class ZeroRun:
         self.step_number = 0  # steps of the run so far
         # optimizer updates so far, for Adam and the learning rate (skipped steps do not count)
         self.updates = 0
+        self.host_threads = 0  # of a step on the host; 0: as many as torch's
         self.waiting: Due | None = None  # of the gradients that wait for their STEP in the next program
         # While a step is verified: (unit, number of elements in which the two computations of its update
         # differ).
@@ -190,17 +174,17 @@ class ZeroRun:
         numbers = torch.zeros(3 + NUMBERS, dtype=torch.float64, device=self.comm.device)
         if instruction.gradients != "none":
             device = device_of(self.comm.device)
-            if device.asynchronous and any(state.gradient.streams for state in self.stepped.values()):
-                # The stream waits for the copies to the host, and the host reads them now.
-                device.current_stream().synchronize()
             here = self.comm.here
             for state in self.stepped.values():
-                part, gradient = state.part, state.gradient.values
-                for segment in part.layout.segments_of(part.index):
+                part, gradient = state.part, state.gradient
+                squares = gradient.squares or part.squared_norms(gradient.values)
+                for segment, squared in zip(part.layout.segments_of(part.index), squares, strict=True):
                     # Copies that another rank counts are checked for overflows, too: they may differ.
                     counted = (state.writes and state.part.unit.optimizer not in RULES
                                and counts(segment.axes, here.on))
-                    numbers[0 if counted else 1].add_(squared_norm(part.range(gradient, segment)))
+                    if gradient.squares:  # of the lane that has copied it
+                        device.in_use(squared)
+                    numbers[0 if counted else 1].add_(squared)
         if Slot("loss") in slots and self._speaks:
             numbers[3:] = slots.get(Slot("loss"))
             if self.comm.here.position == self.table.position(self.table.last):  # count tokens once
@@ -255,7 +239,8 @@ class ZeroRun:
         mean = part.layout.placed[0].parameter.counted * self.config.tokens_per_step
         if part.unit.optimizer:
             config = replace(config, name=part.unit.optimizer)
-        return [(Update(config, due.lr, due.update, segment.decay, due.clipped.scale, mean),
+        threads = self.host_threads if part.unit.state_home != Tier.DEVICE else 0
+        return [(Update(config, due.lr, due.update, segment.decay, due.clipped.scale, mean, threads),
                  View(part.range(master, segment), part.range(gradient, segment),
                       {name: part.range(each, segment) for name, each in buffers.items()}),
                  part.range(out, segment) if out is not None else None) for segment in part.segments()]

@@ -10,6 +10,7 @@ import torch
 from threed.comm.group import Comm
 from threed.comm.lanes import Handle, copy, so_far
 from threed.devices import device_of
+from threed.devices import host as plain
 from threed.program.buffers import Buffers
 from threed.program.table import Table
 from threed.schema import Config
@@ -49,7 +50,7 @@ class Storage(NamedTuple):
                    Pool(buffers.host_grads, precision.grad, host, pinned),
                    flat(buffers.adding, precision.grad, host, pinned),
                    Pool(buffers.host_weights, precision.compute, host, pinned, for_disk=True),
-                   Pool(buffers.host_states, torch.uint8, host, pinned, for_disk=True),
+                   Pool(buffers.host_states, torch.uint8, host, for_disk=True),
                    Disk(str(config.offload.nvme_path), comm.rank) if uses_disk else None, weight_grads)
 
     @property
@@ -69,7 +70,11 @@ class Storage(NamedTuple):
         self.params.rewind()
         self.grads.rewind()
 
-    def on_host(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    def on_host(self, numel: int, dtype: torch.dtype, crosses: bool = True) -> torch.Tensor:
+        """Zeros in memory of the host. `crosses`: whether the device copies from or to it. Other memory is
+        not pinned: to pin takes long, and what is pinned nobody else can have."""
+        if not crosses:
+            return plain.zeros(numel, dtype)
         return flat(numel, dtype, torch.device("cpu"), device_of(self.device).asynchronous)
 
     @torch.no_grad()

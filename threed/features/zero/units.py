@@ -17,6 +17,7 @@ from threed.features.zero.shard import FlatLayout
 from threed.features.zero.snapshot import Snapshot
 from threed.features.zero.storage import Storage
 from threed.features.zero.weights import Weights
+from threed.program.instruction import Tier
 from threed.schema import Config
 from threed.tensor.random import Draw, draw
 from threed.tensor.saving import UnsavedMemory
@@ -100,7 +101,8 @@ def make_states(config: Config, comm: Comm, layouts: dict[int, FlatLayout], stor
         state.writes = table.saves(position, unit) and comm.is_first_copy(table.parameters[unit].fold)
         if state.writes and table.update.snapshots and state.part.unit.trains:
             kinds, length = table.kept_kinds(unit), state.part.shard[1] - state.part.shard[0]
-            rows = storage.on_host(kinds * length, torch.float32)
+            rows = storage.on_host(kinds * length, torch.float32,
+                                   crosses=state.part.unit.state_home == Tier.DEVICE)
             state.snapshot = Snapshot(rows.view(kinds, -1), storage.device)
         states[unit] = state
     # at last: what a drawing takes meanwhile would leave holes between units in the allocator's memory

@@ -178,7 +178,8 @@ KINDS = ("delete", "duplicate", "swap", "move", "move", "nudge", "nudge", "nudge
 ZERO = (Op.GATHER, Op.RELEASE, Op.REDUCE, Op.EXCHANGE, Op.CLIP, Op.STEP, *MOVES)
 WORDS = {**instruction.WORDS, "tier": tuple(Tier), "group": ("", *mesh.GROUPS),
          "kind": ("", "act", "grad", "param", "gshard", "gprev", "pshard", "state", "kept", "kpart",
-                  "actpart", "gradpart", "sent", "came", "gsent", "gcame", "gives", "takes", "answer", "greturned")}
+                  "actpart", "gradpart", "sent", "came", "gsent", "gcame", "gives", "takes", "answer",
+                  "greturned")}
 
 
 def change(program: list[Instruction], rng: random.Random) -> None:

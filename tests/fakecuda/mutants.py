@@ -9,11 +9,9 @@ import torch
 from tests.harness import Ranks, loopback
 from threed.comm import lanes
 from threed.comm.lanes import DONE, Handle, OnStream
-from threed.devices.cpu import Cpu
 from threed.engine import underway
 from threed.features.offload import run as offload
-from threed.features.zero import gradient, weights
-from threed.features.zero import run as zero
+from threed.features.zero import gradient, storage, weights
 from threed.schema import Config
 
 
@@ -44,8 +42,8 @@ def memory_of_copies_is_not_held() -> None:
     offload.copy = weights.copy = gradient.copy = copy
 
 
-def clip_does_not_wait_for_gradients_on_the_host() -> None:
-    zero.device_of = Cpu
+def host_adds_a_piece_before_it_has_arrived() -> None:
+    storage.so_far = lambda device: DONE
 
 
 def host_does_not_wait_for_copies() -> None:

@@ -77,7 +77,10 @@ def pinned_bytes(config: Config) -> dict[str, int]:
         state = [*(buffer for each in states for buffer in each.optimizer_state.buffers.values()),
                  *(each.optimizer_state.master for each in states if each.optimizer_state.separate),
                  *pools, *rows]
-        crossing = [tensor for each in states for tensor in (each.gradient.host, each.gradient.waiting)]
+        storage = engine.storage
+        crossing = [storage.adding, *(each.gradient.host for each in states),
+                    *(buffer for pool in (storage.host_grads, storage.host_weights)
+                      for free in pool._free.values() for buffer in free)]
         crossing += [each.weights.at_home for each in states if each.part.unit.weight_home == Tier.HOST]
         found = {what: sum(tensor.nbytes for tensor in some if tensor.device.type == "cpu"
                            and tensor.is_pinned())

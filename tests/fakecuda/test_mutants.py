@@ -23,7 +23,7 @@ CASES = {
     mutants.lane_does_not_wait_for_what_its_job_needs: (ZERO3, "a collective writes"),
     mutants.lane_does_not_wait_for_the_step_before: (ON_HOST, "zero_ wrote"),
     mutants.memory_of_copies_is_not_held: (KEPT_ON_HOST, "copy_ read"),
-    mutants.clip_does_not_wait_for_gradients_on_the_host: (ADDED_ON_HOST, ""),
+    mutants.host_adds_a_piece_before_it_has_arrived: (ADDED_ON_HOST, ""),
     mutants.host_does_not_wait_for_copies: (ON_DISK, "the host writes to pinned memory"),
     mutants.thread_waits_for_nothing: (ON_DISK, "the host writes to pinned memory"),
 }

@@ -111,6 +111,7 @@ def test_a_copy_of_one_moment(way, tmp_path, monkeypatch):
     def work(engine: Engine, comm: Comm) -> tuple[list[float], Path]:
         step(engine, comm, 2)
         saver = Saver(engine, Lineage("test-0"), lambda: None)
+        engine.settle()  # (the copy comes after the updates that wait, which take the same lanes)
         late = threading.Event()
         for lane in (comm.lane("d2h"), comm.lane("host")):
             lane.submit(partial(wait, late))
@@ -540,7 +541,8 @@ def test_gradients_that_wait(trains, source, tmp_path):
     shutil.copytree(source, copy)
     values = {key: value for key, value in manifest(copy).items() if key != "checksum"}
     values["config"]["offload"] |= {"delayed_update": True, "warmup": 1}
-    (copy / "manifest.json").write_text(formats.seal({**values, "waiting": {"loss": 1, "scale": 1}}))
+    waiting = {"loss": 1.0, "grad_norm": 1.0, "scale": 1.0, "finite": True, "loss_scale": 1.0}
+    (copy / "manifest.json").write_text(formats.seal({**values, "waiting": waiting}))
     config = named(at(tmp_path / "run"), copy)
     if trains:
         refused(config, "holds gradients that its next step was to apply, a step late .* resume from one "

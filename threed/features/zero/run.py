@@ -174,10 +174,6 @@ class ZeroRun:
         numbers = torch.zeros(3 + NUMBERS, dtype=torch.float64, device=self.comm.device)
         if instruction.gradients != "none":
             device = device_of(self.comm.device)
-            if device.asynchronous and any(state.gradient.streams and state.gradient.squares is None
-                                           for state in self.stepped.values()):
-                # The stream waits for the copies to the host, and the host reads them now.
-                device.current_stream().synchronize()
             here = self.comm.here
             for state in self.stepped.values():
                 part, gradient = state.part, state.gradient

@@ -213,8 +213,8 @@ def show(values: dict[str, Any], columns: int | None = None) -> str:
                              f"{show_seconds(saved['blocked_s'])} longer", columns))
     if any(row["moved_bytes"] for row in values["stages"]):
         moves, both = (show_seconds(max(0.0, values[f"exposed_{what}_s"])) for what in ("transfer", "host"))
-        steps = f", and with the host's steps {both}" if any(row["host_s"] for row in values["stages"]) else ""
-        lines.append(f"moving between tiers makes the step {moves} longer than if it were free{steps}")
+        steps = any(row["host_s"] for row in values["stages"]) and f", and with the host's steps {both}"
+        lines.append(f"moving between tiers makes the step {moves} longer than if it were free{steps or ''}")
     if (verify := values.get("verify")) is not None:
         lines.append(wrapped(f"every {verify['every']} steps one is computed twice: "
                              f"{show_seconds(verify['rehearsal_s'])} longer, "

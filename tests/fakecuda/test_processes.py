@@ -141,6 +141,8 @@ def test_settings(runs, overrides):
     extra = [f"offload.nvme_path={runs.folder}"] if "offload.optimizer=nvme" in overrides else []
     folder = runs.train("run", *TWO, *overrides, *extra)
     assert len(metrics(folder)) == 3
+    away, chosen = any("offload.optimizer" in word for word in overrides), "OMP_NUM_THREADS" in os.environ
+    assert ("the optimizer steps on the host with" in runs.output) == (away and not chosen), runs.output
 
 
 @pytest.mark.parametrize("overrides", [

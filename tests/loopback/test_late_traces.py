@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -93,6 +94,54 @@ def test_metrics_are_those_of_the_step_before():
         assert seen == [0.0, 0.0, 1.0, 2.0]
         # What is read is always of a step that CLIP's numbers have shown to be over.
         assert waits == [(1, False), (1, True), (2, True), (3, True)]
+
+    run_loopback(plan, make_mesh(config), work)
+
+
+@pytest.mark.parametrize("parameters", ["none", "cpu"])
+def test_lanes_say_when_they_worked(parameters):
+    """Each copy between tiers and each step on the host, within the program; the metrics are their sums."""
+    config = tiny("model.layers=2", "parallel.dp=2", "zero.stage=3", "offload.optimizer=cpu",
+                  f"offload.parameters={parameters}")
+    plan = make_plan(config)
+
+    def work(comm: Comm) -> None:
+        engine = Engine(config, plan, comm)
+        meter = Meter(config, Analysis(plan), comm, engine.arrivals)
+        for step in range(3):
+            meter.begin()
+            _, trace = engine.train_step(batches(config, comm, step))
+            measured = meter.exchange(trace, 1.0, (False, False), 0.0)
+        items = plan.programs["train"][0]
+        assert trace.name == "train" and sorted(index for index, *_ in trace.ran) == [
+            index for index, item in enumerate(items) if item.op in (Op.OFFLOAD, Op.FETCH, Op.STEP)]
+        assert all(start >= 0 and ran_s >= 0 and start + ran_s <= trace.total_s
+                   for _, start, ran_s in trace.ran)
+        on_host = sum(ran_s for index, _, ran_s in trace.ran if items[index].op == Op.STEP)
+        assert on_host > 0 and on_host == pytest.approx(trace_sum(trace, items, Op.STEP))
+        found = {name for name in meter.metrics(measured, 1.0) if name.startswith("offload/")}
+        assert found == {f"offload/{what}_s" for what in ("d2h", "h2d", "host", "waited")}
+        engine.close()
+
+    run_loopback(plan, make_mesh(config), work)
+
+
+def trace_sum(trace: Trace, program: Sequence[Instruction], op: Op) -> float:
+    return sum(took for item, took in zip(program, trace.took(), strict=True) if item.op == op)
+
+
+def test_no_metrics_of_offload_without_it():
+    config = tiny("model.layers=2", "parallel.dp=2")
+    plan = make_plan(config)
+
+    def work(comm: Comm) -> None:
+        engine = Engine(config, plan, comm)
+        meter = Meter(config, Analysis(plan), comm, engine.arrivals)
+        meter.begin()
+        _, trace = engine.train_step(batches(config, comm, 0))
+        measured = meter.exchange(trace, 1.0, (False, False), 0.0)
+        assert not trace.ran
+        assert not [name for name in meter.metrics(measured, 1.0) if name.startswith("offload/")]
 
     run_loopback(plan, make_mesh(config), work)
 

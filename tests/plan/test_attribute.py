@@ -5,15 +5,16 @@ from __future__ import annotations
 import pytest
 
 from threed.base.errors import InputError
+from threed.comm.group import COPY_LANES, HOST_LANES
 from threed.config.load import load
-from threed.monitor.attribute import CAUSES, attribute, parts
+from threed.monitor.attribute import BESIDE, CAUSES, attribute, beside, parts
 from threed.monitor.compare import _as_trace
 from threed.planner import make_plan
 from threed.program.analysis import Analysis
 from threed.program.costs import device_of, load_costs, read_costs, save_costs
 from threed.program.instruction import Instruction, Op
 from threed.program.simulate import predict
-from threed.program.trace import Trace, Wait
+from threed.program.trace import Ran, Trace, Wait
 
 F, B = 1.0, 1.0  # seconds of a stage
 
@@ -66,6 +67,16 @@ def test_each_moment_counts_once():
     causes = attribute(parts(trace, program), 3.0, 40.0)
     assert causes == {"compute": 4, "p2p_wait": 1 + 3 + 1 + 4 + 1, "dp_wait": 1 + 2 + 1 + 2 + 3,
                      "ep_wait": 0, "optimizer": 3, "offload": 1, "idle": 13}
+
+
+def test_what_lanes_did_beside_the_computation():
+    """Of lanes of what is offloaded; what else is waited for does not count, nor does a checkpoint's copy."""
+    lanes = ["d2h", "host", "h2d", "dp", "compute"]
+    trace = Trace("train", waits=[Wait(4, 0, 1.0), Wait(4, 1, 2.0), Wait(4, 3, 8.0), Wait(4, -1, 16.0)],
+                  ran=[Ran(0, 0.0, 3.0), Ran(1, 3.0, 4.0), Ran(2, 7.0, 0.5), Ran(2, 8.0, 0.5)])
+    assert beside(trace, lanes) == {"d2h": 3.0, "host": 4.0, "h2d": 1.0, "read": 0.0, "write": 0.0,
+                                    "waited": 3.0}
+    assert set(BESIDE) == {*COPY_LANES, *HOST_LANES}
 
 
 def test_costs_file(tmp_path):

@@ -24,7 +24,7 @@ from threed.config.keys.megatron import MEGATRON
 from threed.config.load import known_keys, load
 from threed.config.synonyms import FRAMEWORKS
 from threed.models.families.registry import FAMILIES
-from threed.monitor.attribute import CAUSES
+from threed.monitor.attribute import BESIDE, CAUSES
 from threed.monitor.goodput import PARTS
 from threed.prediction.schedule_only import predict_bare
 from threed.schedules.orders import SCHEDULES
@@ -196,8 +196,8 @@ def test_named_sizes():
 
 def test_metrics():
     """The first table of docs/metrics.md has the metrics that the code writes, and no others."""
-    values = {"counted": ("tokens", "samples"), "cause": CAUSES, "part": PARTS, "axis": (*AXES, *FOLDS),
-              "name": ("measured", "predicted")}  # of the variables in their names
+    values = {"counted": ("tokens", "samples"), "cause": CAUSES, "part": PARTS, "lane": BESIDE,
+              "axis": (*AXES, *FOLDS), "name": ("measured", "predicted")}  # of the variables in their names
     written: set[str] = set()
     for file in (ROOT / "threed").rglob("*.py"):
         for key in filter(re.compile(r"[a-z]+/[\w{}.]+").match, _keys(ast.parse(file.read_text()))):

@@ -91,6 +91,25 @@ def test_text(capsys):
     assert json.loads(capsys.readouterr().out)["instruction"] == "GATHER p10 (dp)"
 
 
+def test_what_belongs_to_the_step_before(capsys):
+    """With updates at the head of the next step: an explanation says whose update it is, the picture says
+    what it leaves out, and a program that computes nothing has no empty picture."""
+    config = ["configs/toy.yaml", "parallel.dp=1", "parallel.tp=1", "parallel.pp=1", "offload.optimizer=cpu"]
+    items = threed.plan(threed.load(config[0], config[1:])).programs["train"][0]
+    for index, item in enumerate(items):
+        when = explain(threed.load(config[0], config[1:]), index)["when"]
+        of_before = item.op == Op.STEP or (item.op == Op.OFFLOAD and item.kind == "gprev")
+        assert (when is not None) == (of_before or item.op == Op.CLIP), str(item)
+        assert not of_before or when.startswith("it is part of the update of the step before"), str(item)
+    app(["show", *config], standalone_mode=False)
+    assert "the host updates 10 parameter units with the gradients of the step" in capsys.readouterr().out
+    app(["show", *config, "--program", "settle"], standalone_mode=False)
+    said = capsys.readouterr().out
+    assert "micro-batches\nnothing is computed on a device here: the host updates 10 parameter units" in said
+    app(["show", *config, "offload.overlap=none"], standalone_mode=False)
+    assert "not drawn" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("index", [-1, 10_000])
 def test_there_is_no_such_instruction(index):
     """An index of another program, or of none."""

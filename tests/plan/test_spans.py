@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from threed.base.mesh import Coordinate
-from threed.monitor.timeline import chrome, spans
+from threed.monitor.timeline import chrome, on_one_clock, spans
 from threed.monitor.traces import RankTrace, RunTrace
 from threed.program.instruction import Instruction, Op
-from threed.program.trace import Trace, Wait
+from threed.program.trace import Ran, Trace, Wait
 
 PROGRAM = [Instruction(Op.RECV, 0, 0, "act", peer=0), Instruction(Op.FORWARD, 1, 0), Instruction(Op.CLIP)]
 LANES = ["recv 0 act", "compute", "compute"]
@@ -36,3 +36,17 @@ def test_rounding(monkeypatch):
     assert all(one[1] <= other[0] for one, other in zip(lane, lane[1:]))
     assert lane[0] == (20, 5030) and lane[1] == (5030, 10020)  # moved by what was rounded, and no more
     assert lane[-1][1] == pytest.approx(13_000, abs=10)
+
+
+def test_jobs_are_drawn_where_lanes_did_them(monkeypatch):
+    """A copy that is issued at once and comes later; moved with the clock of its rank."""
+    program = [Instruction(Op.OFFLOAD, 0, kind="gprev"), Instruction(Op.CLIP)]
+    trace = Trace("train", 5.0, [0.0, 0.25], [0.0, 0.25], [0.125, 0.5], total_s=0.75, ran=[Ran(0, 0.25, 0.5)])
+    rank = RankTrace(0, Coordinate({"pp": 0, "dp": 0, "tp": 0}), program, ["d2h", "compute"], set(),
+                     Path("none"))
+    assert [(span.lane, span.begin, span.end) for span in spans(rank, trace)] == [
+        ("d2h", 0.25, 0.75), ("compute", 0.25, 0.5)]
+    monkeypatch.setattr(RankTrace, "trace", lambda self, step: trace)
+    (moved,) = on_one_clock(RunTrace(Path("run"), "digest", [rank], [1], []), 1)
+    assert moved.ran == [Ran(0, 0.25, 0.5)] and moved.times() == ([0.25, 0.25], [0.75, 0.5])
+    assert trace.took() == [0.5, 0.25]

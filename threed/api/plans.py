@@ -135,8 +135,15 @@ def show_text(analysis: Analysis, rank: int | None = None, program: str = "train
     if position is not None:
         return shows.listing(plan, position, program)
     return (f"{make_mesh(config).draw()}\n\n{show_compute_units(plan, MOST_UNITS)}\n\n"
-            f"{config.parallel.schedule}, {config.num_microbatches} micro-batches{_groups(config)} "
-            f"({shows.legend(plan, program)})\n{shows.grid(analysis, program, columns=columns)}")
+            f"{config.parallel.schedule}, {config.num_microbatches} micro-batches{_groups(config)}"
+            f"{_drawn(analysis, program, columns)}")
+
+
+def _drawn(analysis: Analysis, program: str, columns: int | None) -> str:
+    """The grid of a program, what its cells are, and what it does not draw."""
+    legend, beside = shows.legend(analysis.plan, program), shows.beside(analysis.plan, program)
+    drawn = [f" ({legend})", shows.grid(analysis, program, columns=columns)] if legend else [""]
+    return "\n".join([*drawn, *([beside] if beside else [])])
 
 
 def _groups(config: Config) -> str:

@@ -175,7 +175,10 @@ class CudaClock:
         self._marks: list[torch.cuda.Event] = []  # since the last reader
 
     def mark(self) -> torch.cuda.Event:
-        event = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)
+        try:
+            event = self._spare.pop()
+        except IndexError:  # (threads of lanes mark, too: what was there a moment ago may be gone)
+            event = torch.cuda.Event(enable_timing=True)
         self._marks.append(event)
         event.record()
         return event

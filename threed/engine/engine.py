@@ -199,7 +199,7 @@ class Engine:
             with reader as since:
                 return {"issued": list(map(since, issued)), "started": list(map(since, started)),
                         "ended": list(map(since, ended)), "waits": under.recorded(since),
-                        "total_s": since(end)}
+                        "total_s": since(end), "ran": under.ran(since)}
 
         return Trace(name, epoch, **read()) if reader.at_once else Trace.late(name, epoch, read)
 

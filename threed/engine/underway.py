@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import suppress
 from typing import Any
 
 import torch
 
-from threed.comm.lanes import DONE, Handle, Job, Lane, so_far
+from threed.comm.group import COPY_LANES, HOST_LANES
+from threed.comm.lanes import DONE, Handle, Job, Lane, Waiting, so_far
 from threed.devices.clock import Clock
 from threed.program.instruction import Slot
 from threed.program.order import Order
-from threed.program.trace import Wait
+from threed.program.trace import Ran, Wait
 
 
 class UnderWay:
@@ -25,6 +27,11 @@ class UnderWay:
         # (index, source, from, to), as in Wait, with marks of the clock for times
         self.waits: list[tuple[int, int, Any, Any]] = []
         self.waiting: int | None = None  # index of the instruction that the host waits for now
+        # What lanes between tiers, and the host's, have done: (index, from, to). With marks of the clock of
+        # copies, and with the host's time of what threads of the host do.
+        self._copied: list[tuple[int, Any, Any]] = []
+        self._on_host: list[tuple[int, float, float]] = []
+        self._begin_s = time.monotonic()
         self._handles: dict[int, Handle] = {}
         self._copies_of: dict[int, list[Handle]] = {}  # instruction -> the copies for which it waits
 
@@ -42,8 +49,30 @@ class UnderWay:
             after.append(self.began)
         if not lane.defers:  # the host waits until what the job needs has been issued
             self.waiting = next((need for need in needs if not self._handles[need].ready()), None)
-        self._handles[index] = lane.submit(job, after)
+        self._handles[index] = lane.submit(self._timed(index, job), after)
         self.waiting = None
+
+    def _timed(self, index: int, job: Job) -> Job:
+        """The job, whose time is kept where its lane is one between tiers, or the host's. (Copies for a
+        checkpoint may outlast the program.)"""
+        name = self.order.effects[index].lane
+        if name not in (*COPY_LANES, *HOST_LANES) or index in self.order.copies.values():
+            return job
+        on_host = name in HOST_LANES
+        mark, kept = (time.monotonic, self._on_host) if on_host else (self.clock.mark, self._copied)
+
+        def timed() -> None:
+            before = mark()
+            job()
+            kept.append((index, before, mark()))
+
+        return Waiting(timed) if isinstance(job, Waiting) else timed
+
+    def ran(self, since: Any) -> list[Ran]:
+        """What the lanes between tiers, and the host's, have done. `since` as in `recorded`."""
+        copied = [Ran(index, since(start), since(end) - since(start)) for index, start, end in self._copied]
+        return copied + [Ran(index, start - self._begin_s, end - start)
+                         for index, start, end in self._on_host]
 
     def wait(self, index: int) -> None:
         """Let the computation wait for all that an instruction waits for."""

@@ -149,7 +149,7 @@ class Content:
         for rank, trace in zip(traced.ranks, on_one_clock(traced, step), strict=True):
             position = rank.here.position
             if position in {*self.drawn, *self.computed}:
-                lanes[position] = self._lanes(rank.program, rank.lanes, trace.started, trace.ended)
+                lanes[position] = self._lanes(rank.program, rank.lanes, *trace.times())
                 waiting = [span for span in spans(rank, trace) if span.waits]
                 waits[position] = _by_lane(waiting, lambda span: span.lane)
         return LaneTimeline(f"measured in step {step}, on the ranks of dp 0 and tp 0", lanes, waits)

@@ -31,6 +31,10 @@ OF_FOLDS = {axis: WAITS[GROUPS[axis].lane] for axis in FOLDS}
 CAUSES = ("compute", "p2p_wait", *WAITS.values(), "optimizer", "offload", "idle")
 PARTS = ("compute", "p2p_wait", *WAITS.values(), "optimizer", "offload", "clip")  # what one rank can tell
 
+# Lanes of what is offloaded, which work beside the computation, and what waiting for them counts as.
+BESIDE = ("d2h", "h2d", "host", "read", "write")
+WAITED = "waited"
+
 
 def shown_causes(rows: Sequence[Mapping[str, float]]) -> list[str]:
     """The causes that texts show of some rows: those of folds only where a row has any."""
@@ -63,6 +67,17 @@ def parts(trace: Trace, program: Sequence[Instruction]) -> dict[str, float]:
         rest -= wait_s if index == len(program) else 0.0
     seconds["p2p_wait"] += max(0.0, rest)
     del seconds["idle"]
+    return seconds
+
+
+def beside(trace: Trace, lanes: Sequence[str]) -> dict[str, float]:
+    """Seconds that each lane of BESIDE worked, and WAITED, those in which the rank waited for any of them.
+    `lanes`: of each instruction."""
+    seconds: dict[str, float] = dict.fromkeys((*BESIDE, WAITED), 0.0)
+    for index, _, ran_s in trace.ran:
+        seconds[lanes[index]] += ran_s
+    seconds[WAITED] = sum(wait_s for _, source, wait_s in trace.waits
+                          if source >= 0 and lanes[source] in BESIDE)
     return seconds
 
 

@@ -17,7 +17,7 @@ from threed.base.errors import InputError
 from threed.base.mesh import AXES, QUIET
 from threed.base.quantity import many, show_seconds
 from threed.base.texttable import render
-from threed.monitor.attribute import CAUSES, attribute, parts, shown_causes
+from threed.monitor.attribute import BESIDE, CAUSES, attribute, parts, shown_causes
 from threed.monitor.traces import RankTrace, RunTrace, read_run
 from threed.planner import analyse
 from threed.planner.from_config import CONFIG, load_config
@@ -26,7 +26,7 @@ from threed.program.in_words import unit_words
 from threed.program.instruction import COMPUTE, Instruction, Op
 from threed.program.plan import Plan
 from threed.program.simulate import predict
-from threed.program.trace import Trace, Wait
+from threed.program.trace import Ran, Trace, Wait
 from threed.program.walk import Walk
 
 MOST_STEPS = 10
@@ -75,7 +75,23 @@ def compare(run: Path) -> dict[str, Any]:
     step_s = sum(max(of_rank[k].total_s for of_rank in traces) for k in range(len(chosen))) / len(chosen)
     return {"run": str(run), "digest": analysis.digest, "steps": chosen, "notes": traced.notes,
             "step": {"predicted": prediction.step_s, "measured": step_s}, "stages": stages, "ranks": ranks,
-            **grouped}
+            "offload": _offload(traced.ranks, traces), **grouped}
+
+
+def _offload(ranks: Sequence[RankTrace], traces: Sequence[Sequence[Trace]]) -> dict[str, Row]:
+    """Of each lane of what is offloaded: seconds a step that it worked, and that ranks waited for it; means
+    of all ranks."""
+    used = [lane for lane in BESIDE if any(lane in rank.lanes for rank in ranks)]
+    count = sum(map(len, traces))
+    rows: dict[str, Row] = {lane: {"worked": 0.0, "waited": 0.0} for lane in used}
+    for rank, of_rank in zip(ranks, traces, strict=True):
+        for trace in of_rank:
+            for index, _, ran_s in trace.ran:
+                rows[rank.lanes[index]]["worked"] += ran_s / count
+            for _, source, wait_s in trace.waits:
+                if source >= 0 and rank.lanes[source] in rows:
+                    rows[rank.lanes[source]]["waited"] += wait_s / count
+    return rows
 
 
 def _choose(traced: RunTrace) -> list[int]:
@@ -100,10 +116,10 @@ def mean_costs(ranks: Sequence[RankTrace], traces: Sequence[Sequence[Trace]],
     sums: dict[tuple[int, Op, int], list[float]] = defaultdict(lambda: [0.0, 0.0])
     for rank, of_rank in zip(ranks, traces):
         for trace in of_rank:
-            for index, item in enumerate(rank.program):
+            for item, took in zip(rank.program, trace.took(), strict=True):
                 if item.op in COMPUTE or item.op == Op.STEP:
                     pair = sums[rank.here.position, item.op, item.unit]
-                    pair[0] += trace.ended[index] - trace.started[index]
+                    pair[0] += took
                     pair[1] += 1
     costs = {key: total / count for key, (total, count) in sums.items()}
     return costs | {(rank.here.position, Op.CLIP, -1): sum(clips) / len(clips) for rank in ranks}
@@ -146,6 +162,7 @@ def _as_trace(analysis: Analysis, walk: Walk, position: int) -> Trace:
                 trace.waits.append(Wait(index, source, arrived - last))
             issued, start, last = last, arrived, end
         else:  # beside compute
+            trace.ran += [Ran(index, start, end - start)] if end > start else []
             issued, end = start, start
         trace.issued.append(issued)
         trace.started.append(start)
@@ -179,10 +196,9 @@ def _by_lane(trace: Trace, program: Sequence[Instruction], lanes: Sequence[str])
 
 def _by_unit(trace: Trace, program: Sequence[Instruction], _: Sequence[str]) -> Row:
     seconds: Row = defaultdict(float)
-    for index, item in enumerate(program):
+    for item, took in zip(program, trace.took(), strict=True):
         if item.op in COMPUTE or item.op == Op.STEP:
-            unit = f"{'p' if item.op == Op.STEP else 'u'}{item.unit}"
-            seconds[unit] += trace.ended[index] - trace.started[index]
+            seconds[f"{'p' if item.op == Op.STEP else 'u'}{item.unit}"] += took
     return seconds
 
 
@@ -241,6 +257,10 @@ def show(compared: dict[str, Any], columns: int | None = None) -> str:
                  columns)]
     if len(compared["ranks"]) > MOST_RANKS:
         lines.append(f"... and {many(len(compared['ranks']) - MOST_RANKS, 'rank')} more")
+    if beside := [(lane, row["worked"], row["waited"]) for lane, row in compared["offload"].items()]:
+        lines += ["", render(("offload, mean of all ranks", "worked", "waited for", "hidden"), [
+            (lane, *map(show_seconds, (worked, waited, max(0.0, worked - waited))))
+            for lane, worked, waited in beside], columns, fold=False)]
     for title, key in (("by op, mean of all ranks", "ops"), ("by lane, waiting for it included", "lanes"),
                        ("by unit, on a rank that holds it", "units")):
         lines += ["", render((title, "predicted", "measured"), [

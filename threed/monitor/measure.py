@@ -22,7 +22,7 @@ from threed.comm.group import Comm
 from threed.devices import device_of
 from threed.features.travel.arrivals import Arrivals
 from threed.models.model import model_flops
-from threed.monitor.attribute import CAUSES, OF_FOLDS, PARTS, attribute, parts
+from threed.monitor.attribute import BESIDE, CAUSES, OF_FOLDS, PARTS, WAITED, attribute, beside, parts
 from threed.monitor.spread import COLUMNS, Spread
 from threed.monitor.straggler import WORK, Stragglers, by_place
 from threed.program.analysis import Analysis
@@ -32,7 +32,7 @@ from threed.program.trace import Trace, compute_s
 from threed.schema import Config
 
 HEAD = ("step_s", "compute_s", "memory", *(f"sent_{axis}" for axis in (*AXES, *FOLDS)), "stop", "save",
-        "saving", *PARTS, *COLUMNS)
+        "saving", *PARTS, *COLUMNS, *BESIDE, WAITED)
 COSTED = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.STEP)
 
 # Dense 16-bit peaks of one device without sparsity, in TFLOPS, by what torch calls it (vendors' data sheets).
@@ -90,6 +90,7 @@ class Meter:
     _since: float | None = None  # the last lap
     _last: tuple[Trace, float] | None = None  # the step before, and its time
     _stream: Any = None
+    _lanes_of: dict[str, list[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.stragglers = Stragglers(self.comm.mesh)
@@ -132,7 +133,8 @@ class Meter:
                 *(float(size - self._sent.get(axis, 0)) for axis, size in sent.items()),
                 *map(float, asked), saving,
                 *parts(trace, program).values(),
-                *(float(getattr(self.arrivals, each)) for each in COLUMNS)]
+                *(float(getattr(self.arrivals, each)) for each in COLUMNS),
+                *beside(trace, self._lanes(trace.name)).values()]
         own = _seconds(trace, program, max(len(table.units) - 1, *table.parameters) + 1)
         sums = torch.zeros(table.num_positions, *own.shape, dtype=torch.float64)
         sums[here.position] = own
@@ -181,10 +183,27 @@ class Meter:
                    for axis in (*shown(mesh.sizes), *sorted(mesh.folded))}
         values |= self.stragglers.look({what: step.column(what) for what in WORK})
         values |= self.spread.look(*(step.column(what) for what in COLUMNS))
+        if offloaded := self._offloaded:
+            values |= {f"offload/{lane}_s": float(step.column(lane).mean()) for lane in offloaded}
+            values["offload/waited_s"] = float(step.column(WAITED).mean())
         values["memory/peak_bytes"] = float(step.column("memory").max())
         if self._excluded_s:
             values["perf/apart_s"], self._excluded_s = self._excluded_s, 0.0
         return values
+
+    def _lanes(self, program: str) -> list[str]:
+        """The lane of each instruction of this rank."""
+        if program not in self._lanes_of:
+            effects = self.analysis.order(program, self.comm.here.position).effects
+            self._lanes_of[program] = [effect.lane for effect in effects]
+        return self._lanes_of[program]
+
+    @cached_property
+    def _offloaded(self) -> list[str]:
+        """The lanes of what is offloaded that the plan has."""
+        links = self.analysis.links("train")
+        used = {form.effect.lane for linked in links for form in dict.fromkeys(linked.forms)}
+        return [lane for lane in BESIDE if lane in used]
 
     @cached_property
     def _step_flops(self) -> int:
@@ -210,10 +229,10 @@ def _seconds(trace: Trace, program: Sequence[Instruction], width: int) -> torch.
     """[2, costed op, unit]: this rank's mean seconds, and 1 where it has such an instruction. `width`: number
     of compute units or parameter units."""
     spent: dict[int, list[float]] = {}  # op and unit as one number -> seconds, instructions
-    for index, item in enumerate(program):
+    for item, took in zip(program, trace.took(), strict=True):
         if item.op in COSTED:
             pair = spent.setdefault(COSTED.index(item.op) * width + item.unit, [0.0, 0.0])
-            pair[0] += trace.ended[index] - trace.started[index]
+            pair[0] += took
             pair[1] += 1
     means, ones = ([0.0] * (len(COSTED) * width) for _ in range(2))
     for which, (seconds, count) in spent.items():

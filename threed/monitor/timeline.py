@@ -75,8 +75,8 @@ def spans(rank: RankTrace, trace: Trace) -> list[Span]:
         awaited = str(rank.program[source]) if source >= 0 else "a copy for a checkpoint"
         begin, reached[index] = reached[index], reached[index] + wait_s
         found.append(Span(lanes[index], begin, reached[index], f"wait {awaited}", index, True))
-    for index, item in enumerate(rank.program):
-        found.append(Span(lanes[index], trace.started[index], trace.ended[index], str(item), index))
+    for index, (item, start, end) in enumerate(zip(rank.program, *trace.times(), strict=True)):
+        found.append(Span(lanes[index], start, end, str(item), index))
     busy_until: dict[str, float] = {}
     ordered = []
     for span in sorted(found, key=lambda span: (span.index, not span.waits)):
@@ -112,15 +112,15 @@ def _shift(programs: Sequence[Sequence[Instruction]], traces: Sequence[Trace]) -
     origins = [-trace.ended[_clip(program)] for program, trace in zip(programs, traces, strict=True)]
     zero = min(origin + trace.started[0] for origin, trace in zip(origins, traces))
     return [replace(trace, **{name: [time + origin - zero for time in getattr(trace, name)]
-                              for name in ("issued", "started", "ended")})
+                              for name in ("issued", "started", "ended")},
+                    ran=[each._replace(start_s=each.start_s + origin - zero) for each in trace.ran])
             for origin, trace in zip(origins, traces)]
 
 
 def picture(programs: Sequence[Sequence[Instruction]], traces: Sequence[Trace], title: str) -> str:
     """A drawing of one rank of each position, in the form of `threed show --svg`."""
-    moved = _shift(programs, traces)
-    return svg(programs, Walk([trace.started for trace in moved], [trace.ended for trace in moved], []),
-               title)
+    started, ended = zip(*(trace.times() for trace in _shift(programs, traces)), strict=True)
+    return svg(programs, Walk([*started], [*ended], []), title)
 
 
 def picture_of(traced: RunTrace, step: int) -> str:

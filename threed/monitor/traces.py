@@ -2,8 +2,8 @@
 
 The first line of a process is a header: the rank and its coordinate, the plan's digest, and the rank's
 program, so that a file explains itself. A step's line holds, in seconds from the begin of the step, when each
-instruction was issued, when its inputs were ready and when it ended; and [instruction, instruction waited
-for, seconds] of each wait.
+instruction was issued, when its inputs were ready and when it ended; [instruction, instruction waited for,
+seconds] of each wait; and [instruction, begin, seconds] of each copy between tiers and step on the host.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from threed.program.costs import FILE as COSTS
 from threed.program.costs import read_costs, save_costs
 from threed.program.instruction import Instruction, Op, Tier
 from threed.program.simulate import Costs
-from threed.program.trace import Trace, Wait
+from threed.program.trace import Ran, Trace, Wait
 
 if TYPE_CHECKING:
     from threed.comm.group import Comm
@@ -47,6 +47,8 @@ def encode(step: int, trace: Trace) -> str:
                               "total_s": round(trace.total_s, 6)}
     values |= {name: [round(time, 6) for time in getattr(trace, name)] for name in LISTS}
     values["waits"] = [(index, source, round(wait_s, 6)) for index, source, wait_s in trace.waits]
+    if trace.ran:
+        values["ran"] = [(index, round(start_s, 6), round(ran_s, 6)) for index, start_s, ran_s in trace.ran]
     return json.dumps(values, separators=(",", ":")) + "\n"
 
 
@@ -250,8 +252,9 @@ def _decode(line: str, count: int, where: str) -> Trace:
         values = json.loads(line)
         issued, started, ended = lists = [[float(time) for time in values[name]] for name in LISTS]
         waits = [Wait(int(index), int(source), float(wait_s)) for index, source, wait_s in values["waits"]]
+        ran = [Ran(int(index), float(start), float(ran_s)) for index, start, ran_s in values.get("ran", ())]
         trace = Trace(values["program"], float(values["begin"]), issued, started, ended, waits,
-                      float(values["total_s"]))
+                      float(values["total_s"]), ran)
     except (ValueError, TypeError, KeyError) as error:
         raise InputError(f"{where} is damaged: {type(error).__name__}: {error}") from None
     if any(len(times) != count for times in lists):

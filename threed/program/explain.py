@@ -40,7 +40,7 @@ def explain(analysis: Analysis, name: str, position: int, index: int) -> dict[st
             "frees": effect.frees}
     return {
         "program": name, "position": position, "index": index, "instruction": str(item),
-        "of": _name(item, table), "lane": effect.lane,
+        "of": _name(item, table), "lane": effect.lane, "when": _when(item),
         **{what: [_slot(slot, table) for slot in slots] for what, slots in uses.items() if slots},
         "after": [f"{at}  {program[at]}" for at in before[index]],
         "waits for it": [f"{at}  {program[at]}" for at, earlier in enumerate(before) if index in earlier],
@@ -60,6 +60,15 @@ def _name(item: Instruction, table: Table) -> str:
     return f"u{item.unit} ({table.units[item.unit].name})"
 
 
+def _when(item: Instruction) -> str | None:
+    """Of what belongs to another step than the program's: which, and when that comes."""
+    if item.op == Op.CLIP and item.gradients == "wait":
+        return "gradients whose state is on the host wait for the head of the next step, or for settle"
+    if item.age == "prev" or item.kind == "gprev":
+        return "it is part of the update of the step before, which comes at the head of this program"
+    return None
+
+
 def _slot(slot: Slot, table: Table) -> dict[str, Any]:
     return {"slot": str(slot), "holds": slot_words(slot.kind, table), "tier": str(slot.tier),
             "bytes": table.size(slot)}
@@ -72,6 +81,7 @@ def show(values: dict[str, Any]) -> str:
              _line("of", values["of"]),
              _line("put in by", f"the pass '{values['pass']}'" if values["pass"] else "no pass"),
              _line("lane", values["lane"])]
+    lines += [_line("when", values["when"])] if values["when"] else []
     for what in ("reads", "writes", "adds to", "updates", "frees"):
         for slot in values.get(what, ()):
             size = f", {show_bytes(slot['bytes'])}" if slot["bytes"] else ""

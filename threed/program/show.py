@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+from threed.base.quantity import many
 from threed.program.analysis import Analysis
 from threed.program.handed import move_of
 from threed.program.instruction import COMPUTE, Instruction, Op
@@ -102,6 +103,18 @@ def legend(plan: Plan, name: str = "train") -> str:
              Op.EXCHANGE: "all exchanges of a forward or a backward as 1, below the positions"}
     far = any(each.trip and each.trip.ranks > 1 for unit in plan.table.units for each in unit.makes)
     return ", ".join(text for op, text in texts.items() if op in ops and (far or op != Op.EXCHANGE))
+
+
+def beside(plan: Plan, name: str = "train") -> str | None:
+    """What `grid` does not draw of a program: the updates that the host makes, and a program that computes
+    nothing. None where it draws all that takes long."""
+    items = [item for program in plan.programs[name] for item in program]
+    head = len({item.unit for item in items if item.op == Op.STEP and item.age == "prev"})
+    if not any(item.op in COMPUTE for item in items):
+        what = f": the host updates {many(head, 'parameter unit')}" if head else ""
+        return f"nothing is computed on a device here{what}; --rank R lists the instructions"
+    return (f"not drawn: at the head of the step the host updates {many(head, 'parameter unit')} with the "
+            "gradients of the step before; --rank R lists that as STEP (prev)") if head else None
 
 
 def listing(plan: Plan, position: int, name: str = "train") -> str:

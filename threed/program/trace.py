@@ -17,6 +17,14 @@ class Wait(NamedTuple):
     wait_s: float
 
 
+class Ran(NamedTuple):
+    """What a lane beside the computation did for an instruction: a copy between tiers, a step on the host."""
+
+    index: int
+    start_s: float  # since the program's start
+    ran_s: float
+
+
 @dataclass
 class Trace:
     """Times of one run of a program, in seconds from its start, one entry an instruction: when it was issued,
@@ -24,7 +32,8 @@ class Trace:
 
     Between issue and start an instruction waits for those that `waits` names. After the last instruction the
     rank waits until everything that it sent has left, and for the last job of each lane: this fills the rest
-    up to `total_s`.
+    up to `total_s`. A job of a lane beside the computation is only issued at its place in the program; `ran`
+    says when the lanes between tiers, and the host's, did it.
     """
 
     name: str
@@ -34,6 +43,7 @@ class Trace:
     ended: list[float] = field(default_factory=list)
     waits: list[Wait] = field(default_factory=list)
     total_s: float = field(default_factory=float)  # no attribute of the class: __getattr__ is asked
+    ran: list[Ran] = field(default_factory=list)
 
     @classmethod
     def late(cls, name: str, begin: float, read: Callable[[], dict[str, Any]]) -> Trace:
@@ -48,6 +58,17 @@ class Trace:
         """Whether somebody would wait for the device who asks for the other fields."""
         return "_read" in vars(self)
 
+    def times(self) -> tuple[list[float], list[float]]:
+        """When each instruction began and ended, where it was done."""
+        started, ended = list(self.started), list(self.ended)
+        for index, start_s, ran_s in self.ran:
+            started[index], ended[index] = start_s, start_s + ran_s
+        return started, ended
+
+    def took(self) -> list[float]:
+        """Seconds of each instruction, where it was done."""
+        return [end - start for start, end in zip(*self.times(), strict=True)]
+
     def __getattr__(self, name: str) -> Any:
         """Python asks here for fields that are not there yet."""
         if name not in _LATE or not self.is_late:
@@ -59,7 +80,7 @@ class Trace:
         return {name: getattr(self, name) for name in ("name", "begin", *_LATE)}
 
 
-_LATE = ("issued", "started", "ended", "waits", "total_s")
+_LATE = ("issued", "started", "ended", "waits", "total_s", "ran")
 
 
 def compute_s(trace: Trace, program: Sequence[Instruction]) -> float:

@@ -79,14 +79,14 @@ def test_an_agent_that_sees_the_end_first(tmp_path, monkeypatch):
 
 
 def test_an_agent_that_does_not_end(tmp_path, monkeypatch):
-    """torch's own waits for ever where a rank is killed when it has done its work."""
+    """It is made to, with the status of the rank that was killed."""
     run = agent(tmp_path, monkeypatch, lambda: os.kill(os.getpid(), signal.SIGKILL), 60.0, restarts=False)
     assert run.wait(20) == 137
     assert "was killed by SIGKILL" in run.output and "has not ended 0.5 s after ranks failed" in run.output
 
 
 def test_an_agent_that_does_not_end_a_neighbour(tmp_path, monkeypatch):
-    """The neighbour waits for torch's word that all have done their work."""
+    """The neighbour lives on, as if it waited for others."""
     def neighbour() -> None:
         be_child(os.getppid())
         elastic.tell_launcher(rank=2)

@@ -93,6 +93,19 @@ def test_an_agent_that_has_ended_is_told_to_end(monkeypatch):
         signal.signal(signal.SIGQUIT, before)
 
 
+@pytest.mark.parametrize("status", [0, 5])
+def test_ranks_that_end_one_after_the_other(status, tmp_path):
+    """torch's agent would hang if a rank ended before it has taken all results, or wait 30 s for one that has
+    done its work and heeds no SIGTERM when another fails."""
+    script = tmp_path / "late.py"
+    script.write_text("import os, signal, sys, time\n"
+                      "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+                      "if os.environ['RANK'] == '0':\n"
+                      f"    time.sleep(3)\n    sys.exit({status})\n")
+    run = Torchrun(tmp_path, "--nproc-per-node=2", str(script))
+    assert run.wait(20) == status, run.output
+
+
 def test_a_node_that_never_comes(node):
     """It is said while node 0 waits, and why it ends."""
     first = node(0, "run.connect_timeout_s=12")

@@ -15,6 +15,7 @@ import threading
 import traceback
 from argparse import Namespace
 from functools import partial
+from multiprocessing.synchronize import Event
 from pathlib import Path
 
 from torch.distributed import DistError
@@ -45,7 +46,6 @@ CONNECT_S = 300.0  # how long nodes of a script wait for each other; a config sa
 MOST = 100  # starts by torch's own count, where any are allowed: ranks decide about each
 READ_S, CLOSE_S = 20, 5  # limits of c10d's own messages
 LATER_S = 5.0
-TAKEN_S = 2.0  # for the agent to take the result of a rank
 LOOK_S = 2  # for the store of nodes that train already
 
 
@@ -155,11 +155,19 @@ def be_rank(work: Work, parent: int) -> None:
     flush()
     if status:
         os._exit(status)
-    # torch keeps a rank's process until the agent has taken its result. An agent that has asked it to end,
-    # since another node joins, takes none, and would kill it after 30 s.
-    ends = threading.Timer(TAKEN_S, os._exit, (0,))
-    ends.daemon = True
-    ends.start()
+    _await_no_agent()
+
+
+def _await_no_agent() -> None:
+    """torch keeps a rank's process, in `Event.wait`, until the agent has taken the results of all. The agent
+    hangs if one has ended there before; and one that has asked ranks to end, since another node joins, takes
+    none, and would kill them after 30 s. Results need no wait: they are in pipes which the agent holds."""
+    waits = Event.wait
+
+    def wait(self: Event, timeout: float | None = None) -> bool:
+        return threading.current_thread() is threading.main_thread() or waits(self, timeout)
+
+    Event.wait = wait  # threads of a script may wait for events as before
 
 
 def _size(given: str | None, first: Config | None) -> int:

@@ -90,7 +90,7 @@ class Attendant:
 
     def _await_agent(self) -> None:
         """Ranks have failed: the agent is to end, or to start them again. Before that torch waits for a store
-        that may have gone without a limit, and for a rank that was killed when it had done its work."""
+        that may have gone without a limit."""
         if not self.children or not self._failed_s:
             self._failed_s = time.monotonic()
         if not self.children:

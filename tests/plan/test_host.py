@@ -146,6 +146,7 @@ def test_large_pages():
     for numel in (8, memory.LARGE // 4, memory.LARGE // 4 + 5):
         made, other = (memory.zeros(numel, torch.float32) for _ in range(2))
         assert made.shape == (numel,) and not made.any()
+        assert made.untyped_storage().nbytes() == 4 * numel, "as the plan counts"
         made.fill_(1.0)
         assert made.sum() == numel and not other.any()
         assert numel * 4 < memory.LARGE or made.data_ptr() % memory.LARGE == 0

@@ -50,6 +50,5 @@ def zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
     pages = mmap.mmap(-1, size + LARGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):  # a kernel without them
         pages.madvise(mmap.MADV_HUGEPAGE)
-    whole = torch.frombuffer(pages, dtype=torch.uint8)
-    start = -whole.data_ptr() % LARGE
-    return whole[start:start + size].view(dtype)
+    start = -torch.frombuffer(pages, dtype=torch.uint8).data_ptr() % LARGE  # what is beside is never touched
+    return torch.frombuffer(pages, dtype=dtype, count=numel, offset=start)

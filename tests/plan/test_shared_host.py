@@ -7,8 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-import threed
-from bench.gpu.offload import LARGE, config_of
 from tests.harness import tiny
 from threed.planner import make_pipeline, make_plan
 from threed.prediction.analytic import cost
@@ -56,15 +54,6 @@ def test_ways_of_a_link_slow_each_other_down():
     assert shared.total_s > alone.total_s
 
 
-def test_sums_that_come_up_wait_for_copies_up():
-    """They go the same way as weights, which are whole copies, and they are pieces."""
-    analysis, seconds, plain = walked([*AWAY, "zero.reduce_every=1"], replace(ALONE, contention=0.0))
-    first = timed(analysis, seconds, None)
-    lost = sum(took(analysis, plain, "d2h")) - sum(took(analysis, first, "d2h"))
-    assert lost > 0 and took(analysis, plain, "h2d") == pytest.approx(took(analysis, first, "h2d"))
-    assert lost < sum(took(analysis, first, "h2d"))
-
-
 def test_ranks_of_a_node_share_its_memory():
     """Eight would have had eight times what one has."""
     hardware = Hardware(devices=8, host_gbps=800, host_all_gbps=1600)
@@ -76,17 +65,6 @@ def test_ranks_of_a_node_share_its_memory():
                   for dp in (1, 8))
     # an eighth of the work, at a fourth of the speed
     assert cost(eight, hardware)(0, step) == pytest.approx(cost(one, hardware)(0, step) / 2, rel=0.02)
-
-
-@pytest.mark.parametrize("setting, low, high", [("optimizer", 3981 * 0.95, 3981 * 1.05),
-                                                ("parameters", 3000, 3300)])
-def test_as_measured(setting, low, high):
-    """A GPT of 2.8B on one H200: 3,981 tokens a second with the optimizer's state on the host, and 3,033 with
-    parameters, too, of which 3.9K were predicted (bench/results/gpu.md)."""
-    config = config_of(LARGE, 12, setting)
-    config.zero.reduce_every = 1
-    told = threed.predict(config, "h200-sxm,link_gbps=440,host_gbps=1056")
-    assert low < told["tokens_per_s"] < high
 
 
 @pytest.mark.parametrize("name", ["h100-sxm", "h200-sxm", "b200-sxm", "a100-sxm"])

@@ -3,7 +3,6 @@ the host and from it share their link, and ranks may share processors."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,7 +12,6 @@ from threed.base.mesh import GROUPS
 from threed.planner.facts import make_mesh
 from threed.prediction.hardware import Hardware
 from threed.program.analysis import Analysis
-from threed.program.buffers import lowered
 from threed.program.instruction import COMPUTE, MESSAGES
 from threed.program.link import Links
 from threed.program.plan import Plan
@@ -87,8 +85,7 @@ def timed(analysis: Analysis, seconds: Seconds, hardware: Hardware | None) -> Wa
     first = walk(programs, links, Mode.BUFFERED, seconds)
     if hardware is None:
         return first
-    lost = [_lost(first, position, linked, hardware, lowered(analysis.table, linked.program))
-            for position, linked in enumerate(links)]
+    lost = [_lost(first, position, linked, hardware) for position, linked in enumerate(links)]
     if not any(map(any, lost)):
         return first
     longer = [[took + more for took, more in zip(row, rows, strict=True)]
@@ -96,21 +93,18 @@ def timed(analysis: Analysis, seconds: Seconds, hardware: Hardware | None) -> Wa
     return walk(programs, links, Mode.BUFFERED, longer)
 
 
-def _lost(when: Walk, position: int, links: Links, hardware: Hardware, lowers: Counter[int]) -> list[float]:
+def _lost(when: Walk, position: int, links: Links, hardware: Hardware) -> list[float]:
     """For each instruction: how many seconds it takes longer than alone."""
     lost = ([hardware.contention * inside for inside in _overlap(when, position, links, hardware.waits)]
             if hardware.contention else [0.0] * len(links.program))
-    for index, more in _shared_link(when, position, links, hardware.link_both, lowers):
+    for index, more in _shared_link(when, position, links, hardware.link_both):
         lost[index] += more
     return lost
 
 
-def _shared_link(when: Walk, position: int, links: Links, both: float,
-                 lowers: Counter[int]) -> Iterator[tuple[int, float]]:
-    """(index, seconds) that copies between host and device lose to those of the other lane. While copies go
-    both ways, each keeps the share `both` of its speed. A sum of gradients that comes up to be added to (all
-    parts but a unit's first) goes the way of the copies to the device, one piece at a time: the piece waits
-    until a whole one of them has passed, and they hardly wait for a piece."""
+def _shared_link(when: Walk, position: int, links: Links, both: float) -> Iterator[tuple[int, float]]:
+    """(index, seconds) that copies between host and device lose to those of the other lane: while copies go
+    both ways, each keeps the share `both` of its speed."""
     lanes = {form: form.effect.lane for form in dict.fromkeys(links.forms)}
     ways = {"d2h": list[int](), "h2d": list[int]()}
     for index, form in enumerate(links.forms) if {*ways} <= {*lanes.values()} else ():
@@ -119,15 +113,13 @@ def _shared_link(when: Walk, position: int, links: Links, both: float,
     start, end, slower, at = when.start[position], when.end[position], 1 / both - 1, 0
     down, up = ways.values()
     for index in down:
-        item = links.program[index]
-        adds = 1 - 1 / max(1, lowers[item.unit]) if item.kind == "gshard" else 0.0
         while at < len(up) and end[up[at]] <= start[index]:
             at += 1
         then = at
         while then < len(up) and start[other := up[then]] < end[index]:
             inside = min(end[index], end[other]) - max(start[index], start[other])
-            yield index, inside * (adds + (1 - adds) * slower)
-            yield other, inside * (1 - adds) * slower
+            yield index, inside * slower
+            yield other, inside * slower
             then += 1
 
 

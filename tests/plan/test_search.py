@@ -49,13 +49,16 @@ def test_bound():
         assert short.free_step().step_s + ends_s <= row.full_s * 1.001, row
 
 
-@pytest.mark.parametrize("every, stage, shard, least", [
-    (1, 2, 4, 0.9), (1, 3, 4, 0.9), (3, 2, 4, 0.8), (1, 2, 2, 0.0), ("step", 2, 4, 0.0)])
-def test_bound_of_gradients_to_the_host(every, stage, shard, least):
+@pytest.mark.parametrize("overlap, every, stage, shard, least", [
+    ("none", 1, 2, 4, 0.9), ("none", 1, 3, 4, 0.9), ("none", 3, 2, 4, 0.8), ("none", 1, 2, 2, 0.0),
+    ("none", "step", 2, 4, 0.0), ("next", 1, 2, 4, 0.8), ("next", 3, 2, 4, 0.5), ("next", "step", 2, 4, 0.0)])
+def test_bound_of_gradients_to_the_host(overlap, every, stage, shard, least):
     """Gradients that are reduced in each micro-batch are added up on the host: they decide a step. (Those
-    that are still to be summed over other groups are not.)"""
+    that are still to be summed over other groups are not. A bound knows nothing of the host's steps at the
+    head of the next step, beside what does not wait for them.)"""
     base = threed.load("configs/llama3-8b.yaml", [
         "model.layers=10", "model.seq_len=512", "train.global_batch_size=64", *QUIET])
+    base.offload.overlap = overlap
     layout, bounds = Layout(2, 2, 4, stage=stage, shard_size=shard, residency="stage" if stage == 3 else None,
                             reduce_every=every, offload_optimizer=True), Bounds(base, H100)
     share = (bounds.step_s(layout) + bounds.ends_s(layout)) / full_s(config_of(layout, base), H100)

@@ -155,9 +155,8 @@ class Bounds:
             rows, away = table.parameters, config.offload
             times = 0.0 if layout.stage < 2 or layout.reduce_every == "step" else 1 / config.reduce_every
             meanwhile = layout.offload_optimizer and (away.overlap != "none" or away.ratio < 1)
-            # A step on the host beside another takes long however few micro-batches there are.
             lowers = {p: Instruction(Op.OFFLOAD, p, kind="gshard") for p, row in rows.items()
-                      if times and row.trains and table.streams(p) and not meanwhile}
+                      if times and row.trains and table.streams(p) and away.ratio == 1}
             each = config.num_microbatches // config.reduce_every
             programs = {"train": [tuple(lowers.values()) * each]} if lowers else {}
             price = cost(Plan(table, programs, config), self.hardware)

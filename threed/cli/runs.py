@@ -223,7 +223,7 @@ def _fits(values: dict[str, Any], limit_bytes: int) -> bool:
     from threed.planner.from_config import analysed
     from threed.prediction import host
     from threed.prediction.hardware import Hardware
-    from threed.prediction.peak import peaks, too_much
+    from threed.prediction.peak import peaks, plan_room, too_much
     from threed.program.summary import stages
 
     micro_batches = 2 * values.get("parallel.pp", 1)
@@ -231,7 +231,7 @@ def _fits(values: dict[str, Any], limit_bytes: int) -> bool:
     machine = Hardware.parse("")
     try:
         config = of_values(dict(values), "the config")
-        analysis = analysed(of_values(short, "the config"))
+        analysis = analysed(of_values(short, "the config"), plan_room(machine, config, limit_bytes))
     except (ConfigError, PlanError):
         return False
     rows = stages(analysis)

@@ -22,7 +22,7 @@ from threed.base.errors import ThreedError
 from threed.base.mesh import Mesh
 from threed.base.quantity import BYTES, many, show_bytes
 from threed.config.validate import validate
-from threed.planner import analyse, make_mesh, make_pipeline
+from threed.planner import analyse, make_mesh
 from threed.prediction.hardware import Hardware
 from threed.program.summary import StageSummary, stages
 from threed.schema import Config
@@ -159,7 +159,11 @@ def _by_ratio(config: Config, machine: Hardware) -> Iterator[Remedy]:
     if found is not None:
         yield found
     if config.checkpoint.background and ratio < FEW:
-        found, _ = _largest(_changed(config, {"checkpoint.background": False}), machine)
+        without = _changed(config, {"checkpoint.background": False})
+        known = _with(without, machine)
+        if known is not None and known[1]:  # which `_changes` has
+            return
+        found, _ = _largest(without, machine)
         if found is not None:
             yield found._replace(setting=f"checkpoint.background=false {found.setting}")
 
@@ -223,7 +227,7 @@ def _with(config: Config, machine: Hardware) -> tuple[int, bool] | None:
 
     try:
         short = _short(config)
-        analysis = analyse(short, make_pipeline(short))
+        analysis = analyse(short, room=peak.plan_room(machine, config))
     except ThreedError:
         return None
     rows = stages(analysis)

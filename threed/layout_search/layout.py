@@ -140,8 +140,9 @@ def config_of(layout: Layout, base: Config) -> Config:
     config.offload = OffloadConfig()
     if layout.offload_optimizer:
         tier = "nvme" if base.offload.optimizer == "nvme" else "cpu"
-        # A layout that reduces after each micro-batch saves memory: its gradients leave the device.
-        where = "host" if layout.stage >= 2 and layout.reduce_every not in ("step", "auto") else "device"
+        # One that reduces after each micro-batch saves memory: its gradients leave the device.
+        leaves = {"auto": layout.reduce_every not in ("step", "auto"), "host": True, "device": False}
+        where = "host" if layout.stage >= 2 and leaves[base.offload.gradients] else "device"
         config.offload = replace(base.offload, optimizer=tier, gradients=where,
                                  parameters=base.offload.parameters if layout.stage == 3 else "none")
     config.model.tile_linears = layout.tile_linears

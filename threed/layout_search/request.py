@@ -26,7 +26,7 @@ _USED_BY: dict[str, dict[str, Any]] = {
     "activation.partition": {"activation.policy": "full"},
     "activation.contiguous": {"activation.policy": "full"},
     "offload.ratio": {"offload.optimizer": "cpu"},
-    "offload.gradients": {"offload.optimizer": "cpu"},
+    "offload.gradients": {"offload.optimizer": "cpu", "zero.stage": 2},
     "offload.overlap": {"offload.optimizer": "cpu"},
     "offload.parameters": {"offload.optimizer": "cpu", "zero.stage": 3},
     "offload.nvme_path": {"offload.optimizer": "nvme"},

@@ -176,12 +176,15 @@ def parameters(programs: Programs, table: Table) -> Programs:
                    if item.op == Op.GATHER and not item.of_slot
                    and table.parameters[item.unit].weight_home != Tier.DEVICE]
         before: dict[int, Program] = defaultdict(list)
+        written = {item.unit: index for index, item in enumerate(program)  # new values, to the disk
+                   if item.op == Op.OFFLOAD and item.kind == "pshard" and item.tier == Tier.HOST}
         for use, index in enumerate(gathers):
             unit = program[index].unit
             if table.parameters[unit].weight_home == Tier.DISK:
-                ahead = gathers[max(0, use - 1)]
-                # Not earlier if the GATHER before is of the same unit.
-                before[index if program[ahead].unit == unit else ahead].append(
+                ahead, home = gathers[max(0, use - 1)], written.get(unit, index)
+                # Not earlier if the GATHER before is of the same unit, or new values are written behind it.
+                same, late = program[ahead].unit == unit, ahead <= home < index
+                before[index if same else home + 1 if late else ahead].append(
                     Instruction(Op.FETCH, unit, kind="pshard", tier=Tier.HOST))
         for index in gathers:
             before[index].append(Instruction(Op.FETCH, program[index].unit, kind="pshard"))

@@ -190,6 +190,7 @@ KEYS: dict[str, Row | str] = {
     "parallel.pp": (plan, [], 2),
     "parallel.schedule": (plan, PP, "zb-h1"),
     "parallel.virtual_stages": (plan, INTERLEAVED, 3),
+    "parallel.group": (plan, ["parallel.schedule=vertical"], 1),
     "parallel.activation_limit": "tests/plan/test_auto.py::test_auto_in_a_plan",
     "parallel.sequence_parallel": (plan, TP, True),
     "parallel.ep": (plan, [*EXPERTS, *DP], 2),

@@ -132,8 +132,8 @@ def test_memory_of_the_rows_that_come(more, route, least, monkeypatch):
 
     monkeypatch.setattr(Arrivals, "add", adding)
     # A thread sees what it allocates itself: exchanges run on that of the computation here.
-    monkeypatch.setattr(Comm, "_make_lane", lambda self, name: Lane(self.device) if name == "ep"
-                        else lane(self, name))
+    monkeypatch.setattr(Comm, "_make_lane", lambda self, name, beside: Lane(self.device) if name == "ep"
+                        else lane(self, name, beside))
     config = moe(*MESHES["ep"], *PP, "model.hidden=128", "model.expert_ffn_hidden=128", "model.seq_len=64",
                  "model.layers=4", "train.global_batch_size=16", "model.tie_embeddings=false",
                  f"model.moe_route={route}", *more)

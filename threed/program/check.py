@@ -127,6 +127,10 @@ def _check_complete(name: str, programs: Sequence[Program], position: int, table
         raise PlanError(describe(name, programs, position, wrong if wrong is not None else len(program) - 1,
                                  "CLIP must run once, over gradients where there are any"
                                  if name != GENERATE else "there is no loss, so CLIP does not belong here"))
+    waits = table.update.overlap and name in LEAVES_WAITING
+    if (wrong := next((i for i in clips if (program[i].gradients == "wait") != waits), None)) is not None:
+        raise PlanError(describe(name, programs, position, wrong, "gradients wait for the next step "
+                                 f"{'here' if waits else 'nowhere here'}"))
     keeps = ("all", "input") if trains else ("logits",) if name == GENERATE else ("none",)
     wrong = {form for form in dict.fromkeys(links.forms)
              if form.item.op == Op.FORWARD and form.item.keep not in keeps}

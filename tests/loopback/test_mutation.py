@@ -246,7 +246,7 @@ def edited(plan: Plan, rng: random.Random) -> tuple[str, list[tuple[Instruction,
     name = rng.choice((*trains, *trains, *trains, "evaluate") if len(trains) == 1
                       else (*trains, *trains, "evaluate"))
     programs = list(plan.programs[name])
-    position = rng.randrange(len(programs))
+    position = rng.choice([index for index, each in enumerate(programs) if each])  # `settle` may be empty
     program = list(programs[position])
     for _ in range(rng.choice((1, 1, 1, 1, 2, 3))):
         change(program, rng)

@@ -249,7 +249,8 @@ def edited(plan: Plan, rng: random.Random) -> tuple[str, list[tuple[Instruction,
     position = rng.choice([index for index, each in enumerate(programs) if each])  # `settle` may be empty
     program = list(programs[position])
     for _ in range(rng.choice((1, 1, 1, 1, 2, 3))):
-        change(program, rng)
+        if program:  # an edit before may have taken the last of it out
+            change(program, rng)
     programs[position] = tuple(program)
     return name, programs
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -11,6 +12,7 @@ from threed.base.remember import remembered
 from threed.planner.facts import make_mesh, make_table
 from threed.prediction.hardware import GroupPlace, Hardware, places
 from threed.prediction.prices import Prices, Travel
+from threed.program.buffers import lowered
 from threed.program.effects import effects
 from threed.program.entries import ComputeUnit
 from threed.program.handed import depends, move_of
@@ -32,6 +34,9 @@ def cost(plan: Plan, hardware: Hardware, measured: Costs | None = None, imbalanc
     host_s = hardware.host_us * 1e-6 if hardware.waits else 0.0
     ways = {"d2h": hardware.link_gbps, "h2d": hardware.link_gbps, "read": hardware.read_gbps,
             "write": hardware.write_gbps, "host": hardware.host_rate(_ranks_of_node(plan, hardware)) * 8e-9}
+    lowers = [lowered(plan.table, plan.programs["train"][position]) if "train" in plan.programs
+              else Counter[int]()
+              for position in range(table.num_positions)]
     known: dict[tuple, float] = {}
     busiest = uneven(plan.table) if imbalance != 1.0 else {}
 
@@ -49,10 +54,10 @@ def cost(plan: Plan, hardware: Hardware, measured: Costs | None = None, imbalanc
         if op in (Op.OFFLOAD, Op.FETCH):
             gbps, size = ways[effects(instruction, table, position).lane], moved_by(table, instruction)
             copied_s = size * 8 / (gbps * 1e9) + hardware.kernel_us * 1e-6
-            if instruction.kind == "gshard" and table.adds_on_host(instruction.unit):
-                first = table.zero.reduce_every / table.num_microbatches  # which is only copied
-                return copied_s + (1 - first) * max(0.0, compute.added(size) - copied_s)
-            return copied_s
+            times = lowers[position][instruction.unit] if instruction.kind == "gshard" else 1
+            # All but the first are added to what the host has.
+            added_s = max(0.0, compute.added(size) - copied_s) if times > 1 else 0.0
+            return copied_s + (1 - 1 / max(1, times)) * added_s
         sent_s = travel.seconds(position, instruction)
         by_counts = busiest and op == Op.EXCHANGE and move_of(instruction, table).counts
         return sent_s * imbalance if by_counts else sent_s

@@ -61,15 +61,20 @@ def step(engine: Engine, comm: Comm, count: int = 1) -> list[float]:
     return [engine.train_step(batches(engine.config, comm, first + index))[0].loss for index in range(count)]
 
 
+def saved(engine: Engine) -> Path:
+    """Save a checkpoint in the foreground."""
+    saver = Saver(engine, Lineage("test-0"), lambda: None)
+    saver.begin(COUNTERS)
+    outcome = saver.drain()
+    assert outcome is not None and outcome.problem is None, outcome
+    return outcome.path
+
+
 def saved_after(config: Config, steps: int) -> Path:
     """Take some steps, then save a checkpoint in the foreground."""
     def work(engine: Engine, comm: Comm) -> Path:
         step(engine, comm, steps)
-        saver = Saver(engine, Lineage("test-0"), lambda: None)
-        saver.begin(COUNTERS)
-        outcome = saver.drain()
-        assert outcome is not None and outcome.problem is None, outcome
-        return outcome.path
+        return saved(engine)
 
     return on_ranks(config, work)[0]
 

@@ -12,11 +12,10 @@ import pytest
 
 from tests.harness import EXPERTS, MICROBATCHES, SETTINGS, batches, tiny
 from tests.late import be_late
-from tests.loopback.test_checkpoint import COUNTERS, named
+from tests.loopback.test_checkpoint import named
+from tests.loopback.test_checkpoint import saved as save
 from threed.base.errors import PlanError
-from threed.checkpoint.lineage import Lineage
 from threed.checkpoint.load import resume
-from threed.checkpoint.save import Saver
 from threed.comm.group import Comm
 from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
@@ -146,14 +145,6 @@ def run(config: Config, between: str, steps: range, saved: list[Path]) -> list[A
         return seen, state
 
     return run_loopback(plan, make_mesh(config), work)
-
-
-def save(engine: Engine) -> Path:
-    saver = Saver(engine, Lineage("test-0"), lambda: None)
-    saver.begin(COUNTERS)
-    outcome = saver.drain()
-    assert outcome is not None and outcome.problem is None, outcome
-    return outcome.path
 
 
 def same(runs: Sequence[list[Any]]) -> None:

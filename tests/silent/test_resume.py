@@ -32,13 +32,13 @@ from tests.loopback.test_checkpoint import (
     manifest,
     named,
     on_ranks,
+    saved,
     saved_after,
     step,
     take,
 )
 from tests.loopback.test_hugging_face_files import LLAMA, folder
 from threed.checkpoint.box_reader import BoxReader
-from threed.checkpoint.lineage import Lineage
 from threed.checkpoint.load import resume
 from threed.checkpoint.save import Saver, SaveStage, tidy
 from threed.comm.group import Comm
@@ -119,14 +119,6 @@ def sources(tmp_path_factory):
 
         made[name] = on_ranks(config, work)[0]
     return base / "import" / "config.yaml", made
-
-
-def saved(engine: Engine) -> Path:
-    saver = Saver(engine, Lineage("test-0"), lambda: None)
-    saver.begin(COUNTERS)
-    outcome = saver.drain()
-    assert outcome is not None and outcome.problem is None, outcome
-    return outcome.path
 
 
 @pytest.mark.usefixtures("one_core")

@@ -70,25 +70,26 @@ def head(programs: Programs, table: Table) -> Programs:
     result = []
     for position, program in enumerate(enter(programs, table)):
         uses = _first_uses(program, table, position)
-        starts = sorted({*uses.values()})
-        order = sorted(_away(table, position), key=lambda unit: (uses.get(unit, 0), unit))
+        starts, away = sorted({*uses.values()}), _away(table, position)
+        order = sorted(away, key=lambda unit: (uses.get(unit, 0), unit))
         before: dict[int, Program] = defaultdict(list)
-
-        def place(unit: int, ahead: int, uses: dict[int, int] = uses, starts: list[int] = starts) -> int:
-            at = bisect_left(starts, uses.get(unit, 0)) - ahead
-            return starts[at] if at > 0 else 0
-
         for turn, items in enumerate(_turns(order, table, "prev")):
-            before[place(order[turn - 2], AHEAD) if turn >= 2 else 0] += items
+            before[_ahead(starts, uses.get(order[turn - 2], 0), AHEAD) if turn >= 2 else 0] += items
         # A GATHER waits for the unit's update, and so does the thread that issues it to a GPU.
         first = {item.unit: index for index, item in reversed([*enumerate(program)])
-                 if item.op == Op.GATHER and not item.of_slot and item.unit in order}
+                 if item.op == Op.GATHER and not item.of_slot and item.unit in away}
         for unit, index in first.items():
-            before[max(index, place(unit, 1))].append(program[index])
+            before[max(index, _ahead(starts, uses.get(unit, 0), 1))].append(program[index])
         gone = {*first.values()}
         result.append([each for index, item in enumerate(program)
                        for each in (*before.get(index, ()), *([] if index in gone else [item]))])
     return result
+
+
+def _ahead(starts: Sequence[int], start: int, count: int) -> int:
+    """Of the indices at which units are first used: the one so many before another; 0 where there is none."""
+    at = bisect_left(starts, start) - count
+    return starts[at] if at > 0 else 0
 
 
 def settle(_: Programs, table: Table) -> Programs:

@@ -76,15 +76,16 @@ def said_once(run: Run, status: int, *words: str) -> None:
 
 
 def files_of(run: Run) -> list[Path]:
-    """The open files of a run's ranks in the offload folder, as Linux shows them."""
-    links = []
+    """The open files of a run's ranks in the offload folder, as Linux shows them: of each the descriptor that
+    stays. (A file that is mapped into memory has another, whose number soon is another file's.)"""
+    links: dict[tuple[int, int], Path] = {}
     for rank in run.ranks():
-        for link in Path(f"/proc/{rank.pid}/fd").iterdir():
+        for link in sorted(Path(f"/proc/{rank.pid}/fd").iterdir(), key=lambda link: int(link.name)):
             # one that was closed after it was listed is not open
             with contextlib.suppress(FileNotFoundError):
                 if "/disk/" in os.readlink(link):
-                    links.append(link)
-    return links
+                    links.setdefault((rank.pid, link.stat().st_ino), link)
+    return [*links.values()]
 
 
 def resumes(start, tmp_path: Path, unbroken: Path) -> None:
@@ -151,7 +152,7 @@ def test_a_file_is_cut_short(size, start, tmp_path, unbroken):
     assert start("train.steps=4").wait() == 0
     run = start("train.steps=100000")
     run.wait_for("step      6/100000")
-    victim = files_of(run)[-1]
+    victim = max(files_of(run), key=lambda link: link.stat().st_size)
     while run.process.is_alive():  # it may be about to be written whole
         try:
             os.truncate(victim, size)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from threed.base.errors import ThreedError
 from threed.config.validate import validate
@@ -24,9 +24,6 @@ from threed.program.plan import Plan
 from threed.program.summary import stages
 from threed.schedules.orders import SCHEDULES
 from threed.schema import Config
-
-if TYPE_CHECKING:
-    from threed.prediction.transient import Transient
 
 TOY = "configs/toy.yaml"
 H100 = Hardware.parse("h100-sxm")
@@ -77,8 +74,8 @@ def draw(rng: random.Random, bounds: Bounds) -> Layout:
 
 
 def compared(base: Config, hardware: Hardware, seed: int, count: int, most: int = 16,
-             transient: Transient | None = None) -> Iterator[Compared]:
-    """So many layouts that can run, of at most `most` micro-batches. `transient` measures temporaries."""
+             temporaries: bool = False) -> Iterator[Compared]:
+    """So many layouts that can run, of at most `most` micro-batches. `temporaries`: they count, too."""
     rng, bounds = random.Random(seed), Bounds(base, hardware)
     memory_filter = MemoryFilter(bounds)
     while count:
@@ -91,21 +88,21 @@ def compared(base: Config, hardware: Hardware, seed: int, count: int, most: int 
         except ThreedError:
             continue  # a schedule that needs more micro-batches, or more units
         count -= 1
-        full = max(held(plan, transient))
+        full = max(held(plan, temporaries))
         total_s = step(Analysis(plan), cost(plan, hardware), hardware).total_s
         yield Compared(layout, short_s(config, hardware), total_s,
                        memory_filter.bytes(layout) - memory_filter.taken(layout), full)
 
 
-def held(plan: Plan, transient: Transient | None) -> list[int]:
+def held(plan: Plan, temporaries: bool = True) -> list[int]:
     """By position."""
     analysis = Analysis(plan)
     rows = stages(analysis)
-    if transient is None:
+    if not temporaries:
         return [row.fixed_bytes + row.activation_peak_bytes for row in rows]
-    from threed.prediction.transient import peak_bytes  # torch
+    from threed.prediction.transient import peak_bytes, temporaries_of  # torch
 
-    held = transient.of(plan)
+    held = temporaries_of(plan)
     return [row.fixed_bytes + peak_bytes(analysis, position, held) for position, row in enumerate(rows)]
 
 

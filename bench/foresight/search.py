@@ -23,8 +23,8 @@ from statistics import mean
 
 import threed
 from tests.layouts import Compared, compared
+from threed.base.remember import remembering
 from threed.prediction.hardware import Hardware
-from threed.prediction.transient import Transient
 
 QUIET = ("train.eval_every=0", "checkpoint.every=0")
 # name, layers, global batch, most micro-batches
@@ -42,12 +42,13 @@ def errors(count: int) -> Iterator[str]:
     yield ("| model | machine | layouts | step: mean | 99th percentile | worst | memory: mean | 99th "
            "percentile | least | most |")
     yield "|---|---|" + "--:|" * 8
-    transient, rows = Transient(), list[Compared]()
+    rows = list[Compared]()
     cases = [(model, machine) for model in MODELS for machine in MACHINES]
     for (name, layers, batch, most), machine in cases:
         base = threed.load(f"configs/{name}.yaml",
                            [f"model.layers={layers}", f"train.global_batch_size={batch}", *QUIET])
-        some = list(compared(base, Hardware.parse(machine), 11, -(-count // len(cases)), most, transient))
+        with remembering():
+            some = list(compared(base, Hardware.parse(machine), 11, -(-count // len(cases)), most, True))
         yield line(f"{name}, {layers} layers, batch {batch}", machine, some)
         rows += some
     yield line("all", "", rows)

@@ -19,7 +19,7 @@ from threed.engine.loopback import ThreadChannel, run_loopback
 from threed.features.zero.storage import Storage
 from threed.models.layers.block import Block
 from threed.planner import make_mesh, make_plan
-from threed.prediction.transient import Transient
+from threed.prediction.transient import temporaries_of
 from threed.program.analysis import Analysis
 from threed.program.graphs import graphs
 from threed.schema import Config
@@ -193,7 +193,7 @@ def test_memory_of_the_sets(settings, monkeypatch):
             engine.train_step(batches(config, comm, step))
         return comm.here.position, sorted(pool.peak for pool in recorder.pools)
 
-    transient = Transient().of(plan)
+    transient = temporaries_of(plan)
     for position, peaks in run_loopback(plan, make_mesh(config), work):
         expected = sorted(graphs(Analysis(plan), position, transient).peaks.values())
         assert peaks == pytest.approx(expected, rel=0.05), position

@@ -18,7 +18,7 @@ from threed.engine.loopback import ThreadGroup, run_loopback
 from threed.features.zero.gradient import Gradient
 from threed.planner import make_mesh, make_plan
 from threed.prediction import transient
-from threed.prediction.transient import Transient
+from threed.prediction.transient import temporaries_of
 from threed.program.effects import effects
 from threed.program.instruction import COMPUTE, PARAMETER_KINDS
 from threed.program.plan import Plan
@@ -100,7 +100,7 @@ def test_what_is_held_within_an_instruction(name, monkeypatch):
 def compare(config: Config) -> None:
     """A temporary that no plan counts: of every compute instruction, within 2% or a few bytes a token."""
     plan = make_plan(config)
-    table, held = plan.table, Transient().of(plan)
+    table, held = plan.table, temporaries_of(plan)
     seen, alive = iter(measured(config, plan)), set()
     for item in plan.programs["train"][0]:
         effect = effects(item, table, 0)
@@ -117,5 +117,5 @@ def test_blocks_of_one_size_are_measured_once(monkeypatch):
     """The advice on a large model took half a minute, of which each block had its part."""
     measured, measure = [], transient._measure
     monkeypatch.setattr(transient, "_measure", lambda *what: measured.append(what[2]) or measure(*what))
-    transient.Transient().of(make_plan(tiny("model.layers=6")))
+    temporaries_of(make_plan(tiny("model.layers=6")))
     assert measured == [range(0, 1), range(1, 2), range(7, 8)]

@@ -95,9 +95,9 @@ def test_what_belongs_to_the_step_before(capsys):
     """With updates at the head of the next step: an explanation says whose update it is, the picture says
     what it leaves out, and a program that computes nothing has no empty picture."""
     config = ["configs/toy.yaml", "parallel.dp=1", "parallel.tp=1", "parallel.pp=1", "offload.optimizer=cpu"]
-    items = threed.plan(threed.load(config[0], config[1:])).programs["train"][0]
-    for index, item in enumerate(items):
-        when = explain(threed.load(config[0], config[1:]), index)["when"]
+    analysis = Analysis(threed.plan(threed.load(config[0], config[1:])))
+    for index, item in enumerate(analysis.plan.programs["train"][0]):
+        when = explain(analysis, index)["when"]
         of_before = item.op == Op.STEP or (item.op == Op.OFFLOAD and item.kind == "gprev")
         assert (when is not None) == (of_before or item.op == Op.CLIP), str(item)
         assert not of_before or when.startswith("it is part of the update of the step before"), str(item)

@@ -18,7 +18,6 @@ from threed.prediction.advise import measure
 from threed.prediction.hardware import Hardware
 from threed.prediction.peak import communicators, fullest, peaks, show, too_much
 from threed.prediction.report import show as show_report
-from threed.prediction.transient import Transient
 
 TOY, H100 = "configs/toy.yaml", Hardware.parse("h100-sxm")
 GPU = "run.device=auto"  # the toy itself is for processors
@@ -48,7 +47,7 @@ def test_all_say_the_same(over):
     checked = json.loads(run("check", TOY, *over, "--hardware", "h100-sxm", "--json").stdout)
     assert [row["peak_bytes"]["device"] for row in predicted["stages"]] == wanted
     assert [row["peak_bytes"] for row in checked["peaks"]] == wanted
-    assert measure(config, H100, Transient())["peak_bytes"] == max(wanted)
+    assert measure(config, H100)["peak_bytes"] == max(wanted)
     text = show_report(predicted)
     assert show(held) in text and f"{show_bytes(max(wanted))} = " in text
 

@@ -19,7 +19,6 @@ from threed.prediction.contention import PricedPlan
 from threed.prediction.hardware import Hardware
 from threed.prediction.memory import of_config
 from threed.prediction.report import report
-from threed.prediction.transient import Transient
 from threed.program.analysis import Analysis
 from threed.program.instruction import COMPUTE, Op
 from threed.program.simulate import predict
@@ -143,15 +142,15 @@ def test_advice_is_printed():
 def test_a_devices_memory_has_more_than_the_plan():
     """Temporaries, and what CUDA and NCCL take: for each group of several ranks, and each channel."""
     config = load("configs/toy.yaml", ["parallel.dp=4", "train.global_batch_size=32", "run.device=auto"])
-    row = measure(config, Hardware(context_gb=3.0, communicator_gb=0.5), Transient())
+    row = measure(config, Hardware(context_gb=3.0, communicator_gb=0.5))
     # of dp, tp, world, the tied embedding, and two channels to the other position
     assert row["taken_bytes"] == 3.0 * GB + 6 * 0.5 * GB
     assert row["peak_bytes"] > row["planned_bytes"] + row["taken_bytes"]
     config.run.device = "cpu"
-    assert measure(config, Hardware(), Transient())["taken_bytes"] == 0
+    assert measure(config, Hardware())["taken_bytes"] == 0
     separate = ["parallel.dp=4", "model.fused=off"]
     large, small = (measure(load("configs/gpt2-small.yaml", [*separate, f"model.loss_chunk={chunk}"]),
-                            Hardware(), Transient()) for chunk in ("null", "128"))
+                            Hardware()) for chunk in ("null", "128"))
     saved = large["peak_bytes"] - small["peak_bytes"] - (large["planned_bytes"] - small["planned_bytes"])
     assert saved > 0.5 * GB, "of the 1.6 GB of a micro-batch's logits in fp32"
 

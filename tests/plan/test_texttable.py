@@ -81,7 +81,8 @@ def test_many_units_are_folded():
 def test_units_that_are_alike_in_all_blocks_are_a_line():
     """Blocks with experts, without them in between, and tiles: never a run of others as if alike."""
     def units(*overrides: str) -> list[str]:
-        config = load("configs/llama3-8b.yaml", ["parallel.dp=8", *overrides])
+        config = load("configs/llama3-8b.yaml", ["parallel.dp=8", "train.global_batch_size=8",
+                                                 "train.micro_batch_size=1", *overrides])
         return [" ".join(line.split()) for line in api.show(config).splitlines() if line.startswith("u")]
 
     assert units("model.name=mixtral-8x7b", "parallel.ep=8") == [

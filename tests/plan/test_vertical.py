@@ -15,7 +15,7 @@ from threed.config.validate import validate
 from threed.layout_search.layout import schedules
 from threed.layout_search.request import ask
 from threed.planner import analyse, make_pipeline, make_plan
-from threed.planner.auto import USUAL_ROOM, choices, decided, fits
+from threed.planner.auto import USUAL_ROOM, choices, decided, fitting
 from threed.planner.passes import Pipeline
 from threed.prediction.hardware import Hardware
 from threed.prediction.peak import plan_room
@@ -179,7 +179,7 @@ def test_the_largest_group_that_fits(others):
     for group in (1, 2, 4, 8):
         config = vertical("run.device=cuda", f"parallel.group={group}", *others)
         room = room_for(config)
-        assert fits(config, room) and not fits(config, room - 1)
+        assert fitting(config, room) and not fitting(config, room - 1)
         assert choices(auto, room)["parallel.group"] == group
         if group > 1:
             assert choices(auto, room - 1) == {**gradients, "parallel.group": group // 2}
@@ -225,14 +225,14 @@ def test_commands_choose_for_their_machine():
     """`check` and `predict` say the group of the device that they are asked about."""
     large = threed.load("configs/llama3-8b.yaml", [
         *VERTICAL, "parallel.tp=1", "parallel.pp=1", "parallel.sequence_parallel=false", "run.device=cuda",
-        "train.global_batch_size=32", "train.micro_batch_size=1", *HOST])
+        "train.global_batch_size=16", "train.micro_batch_size=1", *HOST])
     usual = choices(large)["parallel.group"]
     more = choices(large, plan_room(Hardware.parse("h200-sxm"), large))["parallel.group"]
     assert 1 <= usual < more
     for room, group in ((None, usual), (plan_room(Hardware.parse("h200-sxm"), large), more)):
         assert threed.check(large, room)["chosen"][:1] == [
-            f"parallel.group=auto: {group} of 32 micro-batches pass a unit together, the most that fit"]
-    assert f"vertical, 32 micro-batches in groups of {usual} (" in threed.show(large)
+            f"parallel.group=auto: {group} of 16 micro-batches pass a unit together, the most that fit"]
+    assert f"vertical, 16 micro-batches in groups of {usual} (" in threed.show(large)
 
 
 def test_the_row_says_it():

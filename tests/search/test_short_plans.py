@@ -15,7 +15,6 @@ from threed.planner import make_plan
 from threed.planner.auto import make_pipeline, marked_table
 from threed.planner.passes import run_passes
 from threed.prediction.hardware import Hardware
-from threed.prediction.transient import Transient
 from threed.program.instruction import Op
 from threed.schedules.orders import SCHEDULES
 from threed.schema import Config
@@ -73,7 +72,7 @@ def test_bounds_of_experts(layout, hardware):
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_memory_of_experts(dtype):
     """The filter knows what experts need while they compute."""
-    rows = list(compared(with_experts(f"precision.dtype={dtype}"), H100, 5, 6, transient=Transient()))
+    rows = list(compared(with_experts(f"precision.dtype={dtype}"), H100, 5, 6, temporaries=True))
     assert all(0.85 < row.fast_bytes / row.full_bytes < 1.2 for row in rows), [
         (row.layout.text(), row.fast_bytes / row.full_bytes) for row in rows]
 
@@ -87,7 +86,7 @@ def test_memory_of_pairs_and_of_copies_of_experts(layout, least):
     """1f1b and zb-h1 run a forward ahead for pairs. (What the two of a pair keep at a time is neglected.)
     Ranks of tp with the same experts add up gradients, which arrive in a buffer, without dp, too."""
     base = with_experts()
-    full_bytes, memory_filter = max(held(make_plan(config_of(layout, base)), Transient())), MemoryFilter(
+    full_bytes, memory_filter = max(held(make_plan(config_of(layout, base)))), MemoryFilter(
         Bounds(base, H100))
     assert least < (memory_filter.bytes(layout) - memory_filter.taken(layout)) / full_bytes < 1.03
 
@@ -119,10 +118,10 @@ def test_short_plans_share_a_table(change):
 def test_what_pairs_add(pp, name, policy):
     """Pairs are not tried where the filter says that they do not fit: what it says of 1f1b and zb-h1 is near
     the plan, and for zb-h1 with three positions 6% too much."""
-    base, transient = with_experts(), Transient()
+    base = with_experts()
     layout = Layout(1, pp, 4, "dp-pp-tp", name, SCHEDULES[name].virtual or 2, shard_size=4, policy=policy,
                     ep=4)
-    plain, paired = (held(make_plan(config_of(layout._replace(pair=pair), base)), transient)
+    plain, paired = (held(make_plan(config_of(layout._replace(pair=pair), base)))
                      for pair in (False, True))
     said = MemoryFilter(Bounds(base, H100)).with_pairs(layout, plain)
     assert said <= max(1.07 * max(paired), max(plain))

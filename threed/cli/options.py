@@ -13,6 +13,7 @@ import typer
 
 from threed import devices
 from threed.base.errors import ConfigError, InputError, Reported, ThreedError
+from threed.base.remember import remembering
 
 HELP_COSTS = "measured costs: a run's folder, or its costs.json"
 HELP_HARDWARE = ("a name of configs/hardware or a file, then single numbers: h100-sxm,adapter_gbps=200 ... "
@@ -247,11 +248,12 @@ def hint(option: str, words: list[str]) -> str | None:
 
 def documented(command: Callable[..., Any]) -> Callable[..., Any]:
     """A command that prints one JSON document under --json where it fails, too: with `error` and `problems`,
-    a line each. stderr says the same."""
+    a line each. stderr says the same. What plans of one model share is computed once."""
     @wraps(command)
     def run(*args: Any, **given: Any) -> Any:
         try:
-            return command(*args, **given)
+            with remembering():
+                return command(*args, **given)
         except ThreedError as error:
             if not given.get("as_json"):
                 raise

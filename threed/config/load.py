@@ -29,6 +29,7 @@ from threed.base import paths
 from threed.base.errors import ConfigError, InputError, Problem, check_type
 from threed.base.mesh import AXES
 from threed.base.quantity import whole_number
+from threed.base.remember import remembering
 from threed.base.shipped import find_file
 from threed.base.template import Template
 from threed.config.idle import overridden
@@ -127,6 +128,7 @@ def overrides_of(texts: Sequence[str] | None) -> dict[str, Any]:
     return given
 
 
+@remembering()
 def of_values(values: dict[str, Any], where: str, world_size: int | None = None) -> Config:
     """A validated Config of values by section or by dotted key. ConfigError, which names `where` they are
     from, where they are no config."""
@@ -144,6 +146,7 @@ def uncombined(values: dict[str, Any], where: str) -> Config:
     return config
 
 
+@remembering()
 def checked(config: Config, world_size: int | None = None) -> Config:
     """A copy of a config that a script may have made or changed, as `load` would return it: with a number for
     `parallel.dp`, and validated. Raises ConfigError, which lists every problem at once."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from threed.base.errors import InputError
 from threed.base.quantity import divisors, many, show_bytes
+from threed.base.remember import remembering
 from threed.models.families.registry import FAMILIES, instead_of, size_of, sizes
 from threed.schema import Config, ModelConfig
 
@@ -74,6 +75,7 @@ def milder(setting: dict[str, Any], pp: int | None = None) -> Iterator[dict[str,
                        and value != _MILDER.get(name, (None,))[0]}
 
 
+@remembering()
 def choose(name: str, devices: int, limit_bytes: int, fits: Callable[[dict[str, Any], int], bool],
            num_parameters: int, pp: int | None = None) -> dict[str, Any]:
     """The values of a config, as few and as fast as fit in a device's memory. `fits(values, bytes)` asks the

@@ -72,16 +72,15 @@ def _planned(asked: Question, searched: Search, result: SearchResult,
     if not result.timed:
         return []
     from threed.prediction.advise import measure  # imports torch, for temporaries
-    from threed.prediction.transient import Transient
 
-    rows, transient, tries, done = [], Transient(), Counter[object](), set[object]()
+    rows, tries, done = [], Counter[object](), set[object]()
     machine, limit, fixed = searched.hardware, searched.memory, asked.fixed.get("pair")
 
     def measured(layout: Layout) -> dict[str, Any] | None:
         config = asked.config(layout)
         config.train.eval_every = config.checkpoint.every = 0  # a step has no part in them
         try:
-            values = measure(checked(config), machine, transient)
+            values = measure(checked(config), machine)
         except ThreedError:
             return None
         return values if values["peak_bytes"] <= limit else None

@@ -9,7 +9,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from threed.base.remember import remembering
-from threed.planner.auto import check_limit, decided, make_pipeline, unchecked_plan
+from threed.planner.auto import (
+    check_limit,
+    choose,
+    decided,
+    make_pipeline,
+    unchecked_plan,
+    with_choices,
+)
 from threed.planner.facts import (
     layouts,
     make_mesh,
@@ -42,7 +49,10 @@ def analyse(config: Config, pipeline: Pipeline | None = None, room: float | None
     `auto` depend (`auto.choices`); the plan's own config has what was chosen. Raises PlanError where the
     programs are not legal (a bug, or a user's own order), and InputError where the plan keeps more than
     `parallel.activation_limit`."""
-    config = decided(config, room)
+    chosen = choose(config, room)
+    if pipeline is None and chosen.analysis is not None:
+        return check(chosen.analysis)
+    config = with_choices(config, chosen.values)
     pipeline = pipeline or make_pipeline(config)
     analysis = check(unchecked_plan(config, pipeline))
     check_limit(config, pipeline, analysis)

@@ -7,7 +7,7 @@ import math
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from threed.base.errors import InputError
 from threed.base.quantity import divisors, parse_bytes, parse_limit, show_bytes
@@ -84,9 +84,20 @@ def decided(config: Config, room: float | None = None) -> Config:
     return with_choices(config, choices(config, room))
 
 
+class Chosen(NamedTuple):
+    values: dict[str, Any]  # dotted key -> what its `auto` is here
+    analysis: Analysis | None  # of the plan with these values, where it was made to see whether it fits
+
+
 def choices(config: Config, room: float | None = None) -> dict[str, Any]:
-    """Dotted key -> what its `auto` is here. `room`: bytes of a device that a plan may take; infinity: any
-    number; None: nobody knows the device, and those of a usual one are taken, or any number on a CPU."""
+    """Dotted key -> what its `auto` is here: see `choose`."""
+    return choose(config, room).values
+
+
+def choose(config: Config, room: float | None = None) -> Chosen:
+    """A value for each key that is `auto` because it depends on a device's memory. `room`: bytes of a device
+    that a plan may take; infinity: any number; None: nobody knows the device, and those of a usual one are
+    taken, or any number on a CPU."""
     schedule, m = SCHEDULES.get(config.parallel.schedule), config.num_microbatches
     if room is None:
         room = math.inf if config.run.device == "cpu" else USUAL_ROOM
@@ -95,16 +106,16 @@ def choices(config: Config, room: float | None = None) -> dict[str, Any]:
     ways = _gradients(config)
     limited = config.parallel.activation_limit is not None or config.activation.policy == "budget"
     if len(ways) * len(groups) == 1 or (room == math.inf and not limited):
-        return ways[0] | groups[0]
+        return Chosen(ways[0] | groups[0], None)
     for way in ways:
         # Where gradients stay on the device, the smallest group takes least.
         least = with_choices(config, way | groups[-1])
-        if way.get("offload.gradients") == "device" and not fits(least, room):
+        if len(groups) > 1 and way.get("offload.gradients") == "device" and fitting(least, room) is None:
             continue
         for group in groups:
-            if fits(with_choices(config, way | group), room):
-                return way | group
-    return ways[-1] | groups[-1]
+            if (analysis := fitting(with_choices(config, way | group), room)) is not None:
+                return Chosen(way | group, analysis)
+    return Chosen(ways[-1] | groups[-1], None)
 
 
 def _gradients(config: Config) -> list[dict[str, Any]]:
@@ -145,18 +156,19 @@ def chosen_for(given: Config, config: Config) -> list[str]:
     return lines
 
 
-def fits(config: Config, room: float) -> bool:
-    """Whether a plan takes at most `room` bytes of a device and keeps within `parallel.activation_limit`. An
-    instruction's temporaries are counted as what the largest unit saves: what they are exactly, only torch
-    knows (prediction/transient)."""
+def fitting(config: Config, room: float) -> Analysis | None:
+    """A config's plan, which is not checked, where it takes at most `room` bytes of a device and keeps within
+    `parallel.activation_limit`; None where it does not. An instruction's temporaries are counted as what the
+    largest unit saves: what they are exactly, only torch knows (prediction/transient)."""
     try:
         pipeline = make_pipeline(config)
         analysis = Analysis(unchecked_plan(config, pipeline))
         check_limit(config, pipeline, analysis)
     except InputError:  # a limit or a budget that no plan of this pipeline keeps
-        return False
+        return None
     beside = max(unit.saved_bytes for unit in analysis.table.units)
-    return all(row.fixed_bytes + row.activation_peak_bytes + beside <= room for row in stages(analysis))
+    within = all(row.fixed_bytes + row.activation_peak_bytes + beside <= room for row in stages(analysis))
+    return analysis if within else None
 
 
 def unchecked_plan(config: Config, pipeline: Pipeline) -> Plan:

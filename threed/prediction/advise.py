@@ -10,6 +10,7 @@ from typing import Any
 from threed.base.errors import ThreedError
 from threed.base.mesh import FOLDS
 from threed.base.quantity import divisors, show_bytes, show_seconds
+from threed.base.remember import remembering
 from threed.base.texttable import render, wrapped
 from threed.config.validate import validate
 from threed.models.tiling import folds_of
@@ -21,7 +22,7 @@ from threed.prediction.hardware import Hardware
 from threed.prediction.memory import at_stage
 from threed.prediction.peak import Peak, fullest, peaks, plan_room
 from threed.prediction.peak import show as show_peak
-from threed.prediction.transient import Transient
+from threed.prediction.transient import temporaries_of
 from threed.program.costs import load_costs
 from threed.program.summary import stages
 from threed.schema import ActivationConfig, Config, OffloadConfig
@@ -72,15 +73,14 @@ def change(config: Config, changes: Changes) -> Config:
     return other
 
 
-def measure(config: Config, hardware: Hardware, transient: Transient,
-            memory: int | None = None) -> dict[str, Any]:
+def measure(config: Config, hardware: Hardware, memory: int | None = None) -> dict[str, Any]:
     """What the fullest rank needs of a device's memory (`peak_bytes`) and its parts: `fixed_bytes` and
     `planned_bytes` for slots and buffers, and `taken_bytes` for CUDA and NCCL; the most bytes that a rank
     sends over dp, and the time of a step. `peaks`: of each position; `host`: of the fullest node's host.
     `memory`: of a device; None: the hardware's."""
     analysis = analyse(config, room=plan_room(hardware, config, memory))
     plan, rows = analysis.plan, stages(analysis)
-    held = peaks(analysis, hardware, transient.of(plan), rows)
+    held = peaks(analysis, hardware, temporaries_of(plan), rows)
     most = fullest(held)
     cost = analytic_cost(plan, hardware, load_costs(config.parallel.costs) if config.parallel.costs else None)
     return {"host": host.use_of(config, hardware, rows)._asdict(),
@@ -91,15 +91,15 @@ def measure(config: Config, hardware: Hardware, transient: Transient,
             "step_s": step(analysis, cost, None if config.parallel.costs else hardware).total_s}
 
 
+@remembering()
 def advise(config: Config, hardware: Hardware, memory: int | None = None,
            progress: Callable[[str], None] = lambda _: None,
            holds_host: bool = False) -> list[dict[str, Any]]:
     """The config, then its neighbours: first those that fit into `memory` bytes of a device, the fastest
     first, then the others by peak. `holds_host`: whether they must fit into the host's memory, too."""
     limit = None if memory is None else hardware.usable_bytes(memory)
-    transient = Transient()
     progress("temporaries of each kind of unit")
-    here = {"setting": "as configured", "changes": {}, **measure(config, hardware, transient, memory)}
+    here = {"setting": "as configured", "changes": {}, **measure(config, hardware, memory)}
     rows, seen = [here], {repr(config.to_dict())}
     for changes in neighbours(config):
         other = change(config, changes)
@@ -111,7 +111,7 @@ def advise(config: Config, hardware: Hardware, memory: int | None = None,
         setting = " ".join(f"{name}={value}" for name, value in changes.items())
         progress(setting)
         try:
-            values = measure(other, hardware, transient, memory)
+            values = measure(other, hardware, memory)
         except ThreedError:
             continue  # a limit in the config, such as activation_limit, refuses this neighbour
         rows.append({"setting": setting, "changes": changes, **values})

@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from threed.base.remember import remembering
 from threed.base.texttable import wrapped
 from threed.prediction import advise as advising
 from threed.prediction import host, peak
 from threed.prediction.hardware import DEFAULT, OF_CPUS, Hardware
 from threed.prediction.report import show_costs
-from threed.prediction.transient import Transient
 from threed.schema import Config
 
 
@@ -34,6 +34,7 @@ def _machine(asked: FitRequest, config: Config) -> Hardware:
     return Hardware.parse(asked.hardware, OF_CPUS if config.run.device == "cpu" else DEFAULT)
 
 
+@remembering()
 def fit(config: Config, asked: FitRequest,
         progress: Callable[[str], None]) -> tuple[dict[str, Any], list[str], str | None]:
     """Values for the document of `check`, texts to print, and why the config does not fit (None: it does, or
@@ -50,7 +51,7 @@ def fit(config: Config, asked: FitRequest,
         texts.append("\n".join([*lines, advising.show(rows, limit, asked.columns)]))
         values["costs"] = costs or machine.title
     else:
-        here = advising.measure(config, machine, Transient(), limit)
+        here = advising.measure(config, machine, limit)
     held, use = [peak.Peak(**row) for row in here["peaks"]], host.HostUse(**here["host"])
     if not asked.advise:
         texts.append(wrapped(peak.show(held), asked.columns))

@@ -69,9 +69,9 @@ def peaks(analysis: Analysis, machine: Hardware, temporaries: Temporaries | None
 
 def temporaries_of(plan: Plan) -> Temporaries:
     """Bytes that an instruction of the train step holds beside all slots."""
-    from threed.prediction.transient import Transient  # torch
+    from threed.prediction import transient  # torch
 
-    return Transient().of(plan)
+    return transient.temporaries_of(plan)
 
 
 def communicators(plan: Plan, position: int, ends: Channels | None = None) -> int:

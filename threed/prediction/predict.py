@@ -8,6 +8,7 @@ from typing import Any
 
 from threed.base.errors import InputError, check_type
 from threed.base.quantity import BYTES, parse_count
+from threed.base.remember import remembering
 from threed.models.model import model_flops
 from threed.planner import make_mesh, make_plan
 from threed.planner.from_config import CONFIG, analysed, config_of, load_config
@@ -25,6 +26,7 @@ from threed.program.plan import Plan
 from threed.schema import Config
 
 
+@remembering()
 def predict(what: Config | Plan, hardware: str = "", costs: str | Path | None = None,
             tokens: float | str | None = None, imbalance: float = 1.0) -> dict[str, Any]:
     """Predict a step by walking the plan with a clock.

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from threed.base.mesh import GROUPS
+from threed.base.remember import remembered, remembering
 from threed.comm.group import Comm
 from threed.comm.process import initialized
 from threed.features.pipeline.run import PipelineRun, built, streams
@@ -50,35 +51,28 @@ from threed.tensor.shapes import Shapes
 What = tuple[Op, str, int]  # op, what FORWARD keeps, unit
 
 
-class Transient:
-    """Measures plans, and remembers units that it has measured."""
-
-    def __init__(self) -> None:
-        self._known: dict[object, list[int]] = {}
-
-    def of(self, plan: Plan) -> Callable[[Instruction], int]:
-        """Bytes that an instruction of a plan's train step holds at its peak, beside the slots that are alive
-        before it or that it makes. Negative where it frees memory that its slots count until its end."""
-        config, table = config_of(plan), plan.table
-        layers, share = layers_of(config), share_of(config)
-        units = [layers[slice(*unit.layers)] for unit in table.units]
-        bytes_of: dict[What, int] = {}
-        program, first = [_once(each) for each in plan.programs["train"]], 0
-        for length in together(units):
-            run = range(first, first + length)
-            items = [item for item in program[table.position(first)] if item.unit in run]
-            # Two runs of units are the same to memory where their layers are of the same kinds, and cost the
-            # same.
-            key = (repr(config.model), config.pieces, repr(share), run.start == 0, run.stop == len(units),
-                   [(layer.likeness(share), *_sizes(layer.cost(share)))
-                    for unit in run for layer in units[unit]],
-                   [(item.op, item.keep, item.unit - run.start) for item in items],
-                   [table.units[unit].makes for unit in run])
-            sizes = self._known.get(repr(key)) or _measure(config, table, run, items)
-            self._known[repr(key)] = sizes
-            bytes_of.update(zip(map(_what, items), sizes, strict=True))
-            first += length
-        return lambda instruction: bytes_of.get(_what(instruction), 0)
+@remembering()
+def temporaries_of(plan: Plan) -> Callable[[Instruction], int]:
+    """Bytes that an instruction of a plan's train step holds at its peak, beside the slots that are alive
+    before it or that it makes. Negative where it frees memory that its slots count until its end."""
+    config, table = config_of(plan), plan.table
+    layers, share = layers_of(config), share_of(config)
+    units = [layers[slice(*unit.layers)] for unit in table.units]
+    bytes_of: dict[What, int] = {}
+    program, first = [_once(each) for each in plan.programs["train"]], 0
+    for length in together(units):
+        run = range(first, first + length)
+        items = [item for item in program[table.position(first)] if item.unit in run]
+        # Two runs of units are the same to memory where their layers are of the same kinds, and cost the
+        # same.
+        key = (repr(config.model), config.pieces, repr(share), run.start == 0, run.stop == len(units),
+               [(layer.likeness(share), *_sizes(layer.cost(share)))
+                for unit in run for layer in units[unit]],
+               [(item.op, item.keep, item.unit - run.start) for item in items],
+               [table.units[unit].makes for unit in run])
+        bytes_of.update(zip(map(_what, items), _measured(key, config, table, run, items), strict=True))
+        first += length
+    return lambda instruction: bytes_of.get(_what(instruction), 0)
 
 
 def _sizes(cost: Cost) -> tuple[object, ...]:
@@ -96,6 +90,12 @@ def _once(program: Program) -> list[Instruction]:
     first: dict[int, int] = {}
     return [item for item in program if item.op in COMPUTE
             and first.setdefault(item.unit, item.microbatch) == item.microbatch]
+
+
+@remembered(lambda key, *_: repr(key))
+def _measured(_: object, *run: Any) -> list[int]:
+    """What `_measure` returns, once for each key."""
+    return _measure(*run)
 
 
 def _measure(config: Config, table: Table, run: range, items: Sequence[Instruction]) -> list[int]:

@@ -36,11 +36,11 @@ from threed.program.table import Table
 from threed.program.walk import Mode, all_meet, channels, walk
 
 
-def check(plan: Plan) -> Analysis:
+def check(plan: Plan | Analysis) -> Analysis:
     """Raise PlanError unless every program of the plan can run and does all of its work. Returns what was
-    derived from the plan for it."""
-    analysis = Analysis(plan)
-    for name in plan.programs:
+    derived from the plan for it, which may be given."""
+    analysis = plan if isinstance(plan, Analysis) else Analysis(plan)
+    for name in analysis.plan.programs:
         check_program(analysis, name)
     return analysis
 

@@ -1,4 +1,4 @@
-"""Sound: whether the layers that a family lists can be a model. No torch."""
+"""Check: whether the layers that a family lists can be a model. No torch."""
 
 from __future__ import annotations
 

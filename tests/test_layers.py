@@ -127,6 +127,19 @@ def test_folders_say_what_they_are():
     assert set(FLOOR) <= {name.split(".")[0] for name in MODULES}, "a folder that was renamed"
 
 
+def test_a_module_begins_with_its_name():
+    """A label at its head ("Local launcher: ...") that is another name: the module's old one."""
+    wrong = []
+    for path in sorted([*(ROOT / "threed").rglob("*.py"), *(ROOT / "models").rglob("*.py")]):
+        label, colon, _ = (ast.get_docstring(ast.parse(path.read_text())) or "").partition(": ")
+        words = [word for word in re.findall("[a-z]+", label.lower()) if word not in ("the", "a", "an")]
+        name = path.parent.name if path.stem == "__init__" else path.stem
+        begins = {part[:3] for part in name.split("_")}
+        if colon and len(words) <= 2 and begins.isdisjoint(word[:3] for word in words):
+            wrong.append(f"{path.relative_to(ROOT)}: {label}")
+    assert not wrong
+
+
 def test_models_are_found_under_one_name():
     """Imported as `models` and as `threed.models`, a class exists twice and isinstance fails."""
     wrong = [module for module in MODULES for name in imports(module)

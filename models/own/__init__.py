@@ -1,1 +1,1 @@
-"""User layers: a model made of torch modules of your own (`threed.Layers`), measured and cut into units."""
+"""A model of user layers: torch modules of your own (`threed.Layers`), measured and cut into units."""

@@ -1,1 +1,1 @@
-"""Command line: the verbs of `threed`, thin over `api`. Begin with `main`; `options` has each option once."""
+"""CLI: the verbs of `threed`, thin over `api`. Begin with `main`; `options` has each option once."""

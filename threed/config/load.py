@@ -1,4 +1,4 @@
-"""The config: one YAML file and dotted overrides.
+"""Load a config: one YAML file and dotted overrides.
 
 `load` reads a YAML file and `key=value` overrides into the dataclasses of `threed.schema`, and
 `threed.config.validate` checks them. Unknown keys, wrong types and impossible combinations are all reported

@@ -1,4 +1,4 @@
-"""Packed files: open one of gzip, xz, bzip2 or zstandard as what it holds."""
+"""Compressed files: open one of gzip, xz, bzip2 or zstandard as what it holds."""
 
 from __future__ import annotations
 

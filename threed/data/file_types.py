@@ -1,4 +1,4 @@
-"""Kinds: what a file is by its first bytes, whatever its name says."""
+"""File types: what a file is by its first bytes, whatever its name says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In place: Megatron data, which need no preparation, are looked at before they are trained on."""
+"""Megatron data: they need no preparation, and are looked at before they are trained on."""
 
 from __future__ import annotations
 

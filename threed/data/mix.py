@@ -1,4 +1,4 @@
-"""Mixtures: samples of several sources by weight (data.mix).
+"""Mix: samples of several sources by weight (data.mix).
 
     weights 1/2 1/4 1/4     a b a c | a b a c | ...     a block of samples, over and over
 

@@ -1,4 +1,4 @@
-"""Keeping: the tokenizers in the folder of a run. Each checkpoint has the one that it was trained with.
+"""Run tokenizers: those in the folder of a run. Each checkpoint has the one that it was trained with.
 
     run.dir/tokenizer.json             of the run's data at its start
     run.dir/tokenizer-DIGEST/          another, let in by data.on_change=accept, with its chat template

@@ -1,4 +1,4 @@
-"""Places: where a tokenizer lies, and what is written beside it.
+"""Tokenizer files: where a tokenizer lies, and what is written beside it.
 
 `data.tokenizer` names a tokenizer.json, the folder of a model that has one, or the folder of a model in the
 cache of Hugging Face's hub:

@@ -1,4 +1,4 @@
-"""Instead: what was given in place of a tokenizer.json, and how to get one."""
+"""Wrong tokenizer: what was given in place of a tokenizer.json, and how to get one."""
 
 from __future__ import annotations
 

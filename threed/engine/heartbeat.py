@@ -1,5 +1,5 @@
-"""Alive: ranks see that another machine is off, frozen or cut off, and that another process was killed, where
-no launcher of threed's sees it.
+"""Heartbeat: ranks see that another machine is off, frozen or cut off, and that another process was killed,
+where no launcher of threed's sees it.
 
 The first rank of each machine gives signs of life in the store where ranks meet, and rank 0 looks for them.
 Silence is counted in looks, not by the clock: a job that is suspended as a whole goes on afterwards.

@@ -1,4 +1,4 @@
-"""Beside: the file of --deepspeed_config, which Megatron-DeepSpeed is given with its options.
+"""DeepSpeed option: the file of --deepspeed_config, which Megatron-DeepSpeed is given with its options.
 
 DeepSpeed's engine reads the file alone: it shards, clips, scales the loss and cuts batches by it, whatever
 the options say. The optimizer and its schedule are those of the options. Where the two contradict each other,

@@ -1,4 +1,4 @@
-"""Launch: start the ranks of a run on this machine, and start them again after a failure.
+"""Local launcher: start the ranks of a run on this machine, and start them again after a failure.
 
 Libraries are imported once, then the process forks: eight ranks start in seconds. No GPU is used before the
 fork.

@@ -1,4 +1,4 @@
-"""Children: the processes that a launcher forks on its machine: start them, signal them, end them."""
+"""Processes: those that a launcher forks on its machine; start them, signal them, end them."""
 
 from __future__ import annotations
 

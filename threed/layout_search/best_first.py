@@ -1,5 +1,5 @@
-"""Search: all layouts of a config on so many devices; those that no bound drops are timed by short plans, the
-best by the full plan.
+"""Best-first search: all layouts of a config on so many devices; those that no bound drops are timed by
+short plans, the best by the full plan.
 
     shapes, by a lower bound -> variants that fit -> step time -> best ideas -> full plan -> ranked
 

@@ -1,4 +1,4 @@
-"""Opening: what a run says before its first step: how large the model is, and how long a step will take."""
+"""Banner: what a run says before its first step: how large the model is, and how long a step will take."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ from threed.schema import Config
 
 CLOSE_S = 60.0  # how long a disk or a server may take at the end of a run
 PROBE_S = 0.1  # far longer than `threed runs` holds a lock to see whether it is free
-FAILED_S = 4.0  # and at the end of one that has failed: its ranks are killed after children.GRACE_S
+FAILED_S = 4.0  # and at the end of one that has failed: its ranks are killed after launcher.processes.GRACE_S
 
 
 class Log:

@@ -1,4 +1,4 @@
-"""Search: the order of a config's pipeline, what is `auto` because it depends on a device's memory, and the
+"""Auto: the order of a config's pipeline, what is `auto` because it depends on a device's memory, and the
 units that are recomputed to meet a memory budget. No torch."""
 
 from __future__ import annotations

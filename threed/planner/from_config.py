@@ -1,4 +1,4 @@
-"""Analysed: lets functions that read plans take a config as well; and the config in the folder of a run."""
+"""From config: the analysis of a config, for functions that read plans; and the config in a run's folder."""
 
 from __future__ import annotations
 

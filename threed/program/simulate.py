@@ -1,4 +1,4 @@
-"""Predict a step: the walk that looks for deadlocks, with a clock and a cost for each instruction."""
+"""Simulate a step: the walk that looks for deadlocks, with a clock and a cost for each instruction."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Callback: the base of what happens around the steps of a run. Saving, tracing, evaluation and the log are
+"""Hooks: callbacks, for what happens around the steps of a run. Saving, tracing, evaluation and the log are
 callbacks, and so is what a script adds.
 
     on_start

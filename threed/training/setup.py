@@ -1,4 +1,4 @@
-"""Assemble: make one rank's connections, plan, data, engine, log and trainer, and run the trainer. Everything
+"""Setup: make one rank's connections, plan, data, engine, log and trainer, and run the trainer. Everything
 that all ranks must agree on is compared before the first step."""
 
 from __future__ import annotations

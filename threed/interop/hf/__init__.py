@@ -1,4 +1,4 @@
-"""Hugging Face: models of transformers in, and runs out.
+"""Models of Hugging Face (hf): of transformers in, and runs out.
 
     HF_DIR/config.json          <- config ->     model.* of the YAML
                                    rotary        (its base, scaling, lengths and windows)

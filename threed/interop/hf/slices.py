@@ -1,4 +1,4 @@
-"""Views: which part of a parameter of ours a tensor of transformers is.
+"""Slices: which part of a parameter of ours a tensor of transformers is.
 
 A view is a function from our whole parameter, in the shape `stored`, or from one expert's part of it, to the
 parts that are their tensors. A part shares our parameter's memory, so one function serves both directions:

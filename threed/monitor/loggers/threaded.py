@@ -1,4 +1,4 @@
-"""Beside: a logger's calls, on a thread beside the training. The one place where a logger fails: the first
+"""Threaded: a logger's calls, on a thread beside the training. The one place where a logger fails: the first
 failure is a line on the console, and the logger is off from then on; the run goes on.
 
 A library that takes long to import, or a server that does not answer, holds up the thread, and not the run:

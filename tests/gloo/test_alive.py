@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from tests.gloo.test_train import free_port
 from tests.running import Forked
+from threed.base.restart import FailureNote
 from threed.comm.environment import RankPlace
 from threed.engine import heartbeat as alive
 from threed.engine import watch
@@ -178,8 +179,7 @@ def test_a_launcher_knows_better(ranks):
     run = ranks(2)
     time.sleep(4 * watch.POLL_S)
     run.signal(signal.SIGKILL, 1)
-    watch.tell(run.store, {"rank": None, "message": "rank 1 was killed by SIGKILL", "status": 137,
-                           "hang": False, "step": 0, "cause": None})
+    watch.tell(run.store, FailureNote("rank 1 was killed by SIGKILL", 137, step=0))
     assert run.all[0].wait(60) == 137
     assert "without a word" not in run.all[0].output
 

@@ -5,19 +5,19 @@ from __future__ import annotations
 import json
 import os
 import signal
+from dataclasses import asdict, replace
 
 import pytest
 import torch.distributed as dist
 
 from tests.harness import tiny
 from threed.base.errors import InputError, WrongResult
+from threed.base.restart import FailureNote
 from threed.comm.environment import RankPlace, agent
 from threed.launcher import elastic
 
-KILLED = {"rank": None, "message": "rank 1 on host2 was killed by SIGKILL", "status": 137, "cause": None,
-          "step": 3, "hang": False}
-NAN = {"rank": 0, "message": "step 2: not finite", "status": 1, "cause": "not finite", "step": 2,
-       "hang": False}
+KILLED = FailureNote("rank 1 on host2 was killed by SIGKILL", 137, step=3)
+NAN = FailureNote("step 2: not finite", 1, "not finite", 2, rank=0)
 
 
 @pytest.fixture
@@ -41,15 +41,15 @@ def decide(tmp_path, *words: str):
     ([KILLED, KILLED, KILLED], None, "run.restarts=2 starts from the newest checkpoint have failed"),
     ([NAN], 1.0, "restart 1 of 2"),
     ([NAN, NAN], None, "it failed twice with the same error at step 2"),
-    ([NAN, {**NAN, "step": 5}], 2.0, "restart 2 of 2"),
-    ([{**NAN, "final": True}], None, "a new start would fail in the same way"),
-    ([{**NAN, "status": WrongResult.status}], None, "may hold wrong results of a machine"),
-    ([{**NAN, "status": InputError.status}], None, "")])
+    ([NAN, replace(NAN, step=5)], 2.0, "restart 2 of 2"),
+    ([replace(NAN, final=True)], None, "a new start would fail in the same way"),
+    ([replace(NAN, status=WrongResult.status)], None, "may hold wrong results of a machine"),
+    ([replace(NAN, status=InputError.status)], None, "")])
 def test_the_policy(notes, wait_s, words, store, tmp_path):
     for note in notes:
         elastic.note_failure(tmp_path, store, note)
     decided, text, status = decide(tmp_path, "run.restarts=2")
-    assert decided == wait_s and words in text and status == (notes[-1]["status"] if notes else 0)
+    assert decided == wait_s and words in text and status == (notes[-1].status if notes else 0)
 
 
 def test_failures_before_a_newer_checkpoint_do_not_count(store, tmp_path, monkeypatch):
@@ -65,7 +65,7 @@ def test_failures_of_another_launch_do_not_count(store, tmp_path):
     """Nor does a row that a rank has not finished. A launch begins with its agent."""
     elastic.note_failure(tmp_path, store, NAN)
     with (tmp_path / elastic.FAILURES).open("a") as file:
-        file.write(json.dumps({**NAN, "agent": "host1-1-1", "newest": ""}) + '\n{"agent": "ho')
+        file.write(json.dumps({**asdict(NAN), "agent": "host1-1-1", "newest": ""}) + '\n{"agent": "ho')
     assert decide(tmp_path, "run.restarts=2")[0] == 1.0
 
 
@@ -92,8 +92,8 @@ def test_a_folder_that_cannot_be_written(store, tmp_path):
 
 
 @pytest.mark.parametrize(("note", "final"), [
-    (KILLED, False), (NAN, False), ({**NAN, "status": 2}, True), ({**NAN, "status": 143}, True),
-    ({**KILLED, "final": True}, True), ({"rank": None, "status": 137}, False)])
+    (KILLED, False), (NAN, False), (replace(NAN, status=2), True), (replace(NAN, status=143), True),
+    (replace(KILLED, final=True), True), (FailureNote("", 137), False)])
 def test_after_what_no_start_is_of_use(note, final, store):
     assert elastic.is_final(note) == final
 

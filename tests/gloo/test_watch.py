@@ -19,6 +19,7 @@ import threed.launcher.local  # noqa: F401  (imported before the runs fork)
 from tests.gloo.test_train import free_port
 from tests.harness import channel_pairs, make_mesh, make_plan, tiny
 from tests.running import Run, metrics
+from threed.base.restart import FailureNote
 from threed.comm.environment import RankPlace
 from threed.comm.process import ProcessComm, file_store
 from threed.comm.store import Guard
@@ -215,15 +216,14 @@ def test_news_come_before_the_end(tmp_path):
     """Rank 0 lives on for the others after a failure; its console has the reason at once, and once."""
     watch = Watch(0, file_store(str(tmp_path / "store"), 2), 60.0, 2)
     told, ended = [], threading.Event()
-    watch.on_news = lambda note: told.append((note["message"], time.monotonic()))
+    watch.on_news = lambda note: told.append((note.message, time.monotonic()))
 
     def end(note):
         ended.set()
         threading.Event().wait()  # here the process would end
 
     watch.on_end, begin = end, time.monotonic()
-    tell(file_store(str(tmp_path / "store"), 2), {"rank": None, "message": "rank 1 was killed", "status": 137,
-                                                  "hang": False, "step": 3, "cause": None})
+    tell(file_store(str(tmp_path / "store"), 2), FailureNote("rank 1 was killed", 137, step=3))
     assert ended.wait(30) and [text for text, _ in told] == ["rank 1 was killed"]
     assert told[0][1] - begin < time.monotonic() - told[0][1]
 
@@ -234,8 +234,8 @@ def test_the_first_rank_of_a_machine_says_why_once(local, elsewhere, monkeypatch
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
     said: list[str] = []
     monkeypatch.setattr(rank, "say", said.append)
-    note = {"rank": None, "message": "rank 3 was killed", "status": 137,
-            "host": "far" if elsewhere else socket.gethostname(), "launcher": os.getppid()}
+    note = FailureNote("rank 3 was killed", 137, host="far" if elsewhere else socket.gethostname(),
+                       launcher=os.getppid())
     alone = Unattended(tiny(), RankPlace(2 + local, local, 2, 4))
     for _ in range(2):
         alone.hear(note)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from threed.base.restart import LONGEST_WAIT_S, Failure, RankSteps, Restarts
+from threed.base.restart import LONGEST_WAIT_S, FailureNote, RankSteps, Restarts
 
 
-def fails(step: int, cause: str | None = None, status: int = 1) -> Failure:
-    return Failure("it failed", cause, step, status)
+def fails(step: int, cause: str | None = None, status: int = 1) -> FailureNote:
+    return FailureNote("it failed", status, cause, step)
 
 
 def test_waits_double_up_to_a_limit():
@@ -101,8 +101,7 @@ def test_what_a_repetition_has_otherwise(first, second, same):
 def test_a_failure_that_would_surely_come_again():
     """It is not waited for: an error of the code before the first step, a last checkpoint that cannot be
     saved."""
-    failure = Failure.of({"message": "AttributeError: flush\nmore", "cause": "flush", "step": 0, "status": 1,
-                          "final": True})
+    failure = FailureNote("AttributeError: flush\nmore", 1, "flush", 0, final=True)
     assert failure.text == "AttributeError: flush"
     assert Restarts(3, 1.0).after(failure, "") == (None, "not started again: a new start would fail in the "
                                                          "same way")

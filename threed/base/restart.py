@@ -12,7 +12,7 @@ import mmap
 import re
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from threed.base.errors import InputError, WrongResult
@@ -90,21 +90,31 @@ class Pace:
 
 
 @dataclass(frozen=True)
-class Failure:
-    """Why a run has ended. `cause`: two failures at the same step whose causes differ in nothing but what
-    `_VARIES` are the run's own; None: the failure came from outside, and says nothing about the run."""
+class FailureNote:
+    """Why the ranks of a run end: what the first that fails writes to their store, for all others, their
+    launchers and run.dir/failures.jsonl. `cause`: two failures at the same step whose causes differ in
+    nothing but what `_VARIES` are the run's own; None: the failure came from outside, and says nothing about
+    the run."""
 
-    text: str
-    cause: str | None
-    step: int | None  # 0: before the first; None: not known
-    status: int
+    message: str
+    status: int  # exit status of the run
+    cause: str | None = None
+    step: int | None = None  # under way; 0: before the first; None: not known
+    rank: int | None = None  # that wrote it; None: another process did, or another rank
+    hang: bool = False
     final: bool = False  # whether a new start would surely fail as well
+    host: str = ""  # where it was written; "": nowhere yet
+    launcher: int = 0  # process there that has started the writer
 
     @classmethod
-    def of(cls, note: Mapping[str, Any]) -> Failure:
-        """Of a note of `engine.watch`."""
-        return cls(note["message"].splitlines()[0], note["cause"], note["step"], note["status"],
-                   note.get("final", False))
+    def of(cls, values: Mapping[str, Any]) -> FailureNote:
+        """Of what `asdict` returns, with other keys between them."""
+        return cls(**{each.name: values[each.name] for each in fields(cls) if each.name in values})
+
+    @property
+    def text(self) -> str:
+        """The first line of the message."""
+        return self.message.partition("\n")[0]
 
 
 class Restarts:
@@ -117,7 +127,7 @@ class Restarts:
         self.newest = ""
         self._seen: set[tuple[int | None, str]] = set()
 
-    def after(self, failure: Failure, newest: str) -> tuple[float | None, str]:
+    def after(self, failure: FailureNote, newest: str) -> tuple[float | None, str]:
         """Seconds to wait before the ranks are started again, or None, and what to say. `newest`: the newest
         checkpoint."""
         if failure.status == InputError.status or not self._most:

@@ -18,11 +18,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict, replace
 from typing import Any
 
 from threed.base.console import flush, say
 from threed.base.quantity import show_seconds
-from threed.base.restart import RankSteps
+from threed.base.restart import FailureNote, RankSteps
 from threed.comm.environment import RankPlace
 from threed.comm.group import Comm
 from threed.comm.rendezvous import FAILURE as KEY
@@ -52,11 +53,17 @@ def lost_peer(error: BaseException | None) -> bool:
     return False
 
 
-def tell(store: Any, note: dict[str, Any]) -> dict[str, Any]:
-    """Write the note of a failure (rank, message, status, hang, step, cause, final), unless the store has one
-    already. Returns the note that the store has then, with the host that told it, and its launcher there."""
-    teller = {"host": socket.gethostname(), "launcher": os.getppid()}
-    return json.loads(store.compare_set(KEY, "", json.dumps(teller | note)))
+def tell(store: Any, note: FailureNote) -> FailureNote:
+    """Write the note of a failure, unless the store has one already. Returns the note that the store has
+    then, with the host of its writer, and the launcher there (`note.launcher`, else this process's parent).
+    """
+    note = replace(note, host=socket.gethostname(), launcher=note.launcher or os.getppid())
+    return read_note(store.compare_set(KEY, "", json.dumps(asdict(note))))
+
+
+def read_note(text: str | bytes) -> FailureNote:
+    """A note, as the store has it under KEY."""
+    return FailureNote.of(json.loads(text))
 
 
 def silent(rank: int) -> str:
@@ -87,11 +94,11 @@ class Watch:
         self.comm: Comm | None = None
         self.hosts: list[str] = []  # of each rank, once that is known
         # With the store and the note: this rank was the first that failed
-        self.on_failure: Callable[[Any, dict[str, Any]], None] = lambda store, note: None
+        self.on_failure: Callable[[Any, FailureNote], None] = lambda store, note: None
         # With the note: another rank was the first, as is known from now on
-        self.on_news: Callable[[dict[str, Any]], None] = lambda note: None
+        self.on_news: Callable[[FailureNote], None] = lambda note: None
         # With the note, if there is one: this rank ends now
-        self.on_end: Callable[[dict[str, Any] | None], None] = lambda note: None
+        self.on_end: Callable[[FailureNote | None], None] = lambda note: None
         self.failed = False  # whether this rank has failed; it will soon be killed with the others
         self._others: list[Machines | Neighbour] = []
         if place is not None and place.local_rank == 0 and place.local_size < place.world_size:
@@ -100,7 +107,7 @@ class Watch:
             self._others.append(Neighbour(place))
         self._silent = 0  # looks of `_watch_clock` since the store has answered
         self._phase: tuple[str, float | None] | None = None
-        self._seen: dict[str, Any] | None = None  # the first failure
+        self._seen: FailureNote | None = None  # the first failure
         self._told = False
         self._closed = threading.Event()
         self._lock = threading.Lock()
@@ -133,21 +140,18 @@ class Watch:
     def fail(self, message: str, status: int = 1, hang: bool = False, cause: str | None = None,
              final: bool = False) -> bool:
         """Tell all ranks that this one failed. False if another rank failed first: then the reason is that
-        rank's. `cause`: text that would be the same if the run failed again for this reason; None: the reason
-        came from outside. `final`: as of `restart.Failure`."""
-        note = {"rank": self.rank, "message": message, "status": status, "hang": hang, "step": self.step,
-                "cause": cause, "final": final}
-        there = tell(self._store, note)
-        if there["rank"] == self.rank:
+        rank's. The other arguments are those of `FailureNote`."""
+        there = tell(self._store, FailureNote(message, status, cause, self.step, self.rank, hang, final))
+        if there.rank == self.rank:
             self.on_failure(self._store, there)
-        return there["rank"] == self.rank
+        return there.rank == self.rank
 
-    def reason(self, wait_s: float = 0.0) -> dict[str, Any] | None:
+    def reason(self, wait_s: float = 0.0) -> FailureNote | None:
         """The first failure of any rank, or None if there is none within `wait_s` seconds."""
         until = time.monotonic() + wait_s
         while True:
             if self._seen is None and self._store.check([KEY]):
-                self._seen = json.loads(self._store.get(KEY))
+                self._seen = read_note(self._store.get(KEY))
             if self._seen is not None:  # also after the store has ended
                 return self._seen
             if time.monotonic() >= until:
@@ -211,16 +215,16 @@ class Watch:
                     self._look_around()
             except Exception:  # the store is gone or slow: the clock still watches
                 continue
-            if reason is None or reason["rank"] == self.rank:
+            if reason is None or reason.rank == self.rank:
                 continue
             self.on_news(reason)
-            if reason["hang"]:
-                self.end(f"rank {reason['rank']} got no answer; {self.where()}")
+            if reason.hang:
+                self.end(f"rank {reason.rank} got no answer; {self.where()}")
             # rank 0 may host the store: it ends last
             if self._closed.wait(4 * POLL_S if self.rank else 8 * POLL_S + 2 * self._least_s):
                 return  # the main thread has seen the failure too, and ends by itself
             self.on_end(reason)
-            _leave(reason["status"])
+            _leave(reason.status)
         with suppress(Exception):  # the store may have gone with rank 0, which has left
             for other in self._others:
                 other.leave(self._store)
@@ -231,9 +235,7 @@ class Watch:
             if (lost := other.look(self._store)) is None:
                 continue
             message = f"{lost}; {self.where()}" if isinstance(other, Machines) else lost
-            note = {"rank": None, "message": message, "status": 1, "hang": False, "step": self.step,
-                    "cause": None}
-            if (there := tell(self._store, note))["message"] == message:
+            if (there := tell(self._store, FailureNote(message, 1, step=self.step))).message == message:
                 self.end(message)
                 self.on_failure(self._store, there)
 

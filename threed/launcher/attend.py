@@ -19,12 +19,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 from threed.base import console
 from threed.base.requests import StopRequests
+from threed.base.restart import FailureNote
 from threed.base.signals import ASKS, SAVES
 from threed.launcher.elastic import LAUNCHER, note_failure
 from threed.launcher.processes import ended_by
@@ -207,14 +208,14 @@ class Attendant:
             if not by_itself and self._kill_at < math.inf:
                 self.status = 128 + self._number
                 console.say(AT_ONCE)
-                _tell(child, {"message": AT_ONCE, "status": self.status, "cause": None, "final": True})
+                _tell(child, FailureNote(AT_ONCE, self.status, final=True))
             self._end()
         elif code and first and not by_itself:
             who = "a rank" if child.rank is None else f"rank {child.rank}"
             text = f"{who} on {socket.gethostname()} was killed by {signal.Signals(code).name}"
             console.say(text)
             _, cause, status = ended_by(-code)
-            note = {"message": text, "status": status, "cause": cause}
+            note = FailureNote(text, status, cause)
             telling = threading.Thread(target=_tell, args=(child, note), daemon=True)
             telling.start()
             self._telling = telling  # now `linger`, on another thread, may join it
@@ -267,7 +268,7 @@ def _send(pid: int, number: int) -> None:
         os.kill(pid, number)
 
 
-def _tell(child: Child, values: dict[str, Any]) -> None:
+def _tell(child: Child, note: FailureNote) -> None:
     """Tell the other ranks why one has ended which could not do it itself."""
     if not child.store:
         return
@@ -277,6 +278,6 @@ def _tell(child: Child, values: dict[str, Any]) -> None:
     address, port, prefix = child.store
     with contextlib.suppress(RuntimeError):  # the store has gone
         here = store_at(address, port, prefix, ANSWER_S)
-        note = tell(here, {"rank": None, "hang": False, "step": None, "launcher": os.getpid(), **values})
-        if note["message"] == values["message"]:
-            note_failure(Path(child.run), here, note)
+        there = tell(here, replace(note, launcher=os.getpid()))
+        if there.message == note.message:
+            note_failure(Path(child.run), here, there)

@@ -16,13 +16,13 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from threed.base import console
 from threed.base.errors import InputError, RunError, ThreedError
-from threed.base.restart import Failure, Restarts
+from threed.base.restart import FailureNote, Restarts
 from threed.checkpoint.format import folder_in
 from threed.checkpoint.lineage import latest_in
 from threed.comm.environment import RankPlace, agent
@@ -73,8 +73,9 @@ def decide(config: Config) -> tuple[float | None, str, int]:
     wait_s, text, status = 0.0, "", 0
     for row in _rows(Path(run.dir) / FAILURES):
         if row.get("agent") == mine:
-            wait_s, text = restarts.after(Failure.of(row), row["newest"])
-            status = row["status"]
+            note = FailureNote.of(row)
+            wait_s, text = restarts.after(note, row["newest"])
+            status = note.status
     return wait_s, text, status
 
 
@@ -88,14 +89,14 @@ def _rows(file: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def note_failure(run: Path, store: Any, note: Mapping[str, Any]) -> None:
+def note_failure(run: Path, store: Any, note: FailureNote) -> None:
     """Add a failure to the file in a run's folder. Where that cannot be written, or the store has gone, it is
     left out: then the agents' own count alone ends a run that fails again and again."""
     with contextlib.suppress(OSError, RuntimeError):
         mine = store.get(AGENT).decode() if store.check([AGENT]) else ""
         if not mine:
             return
-        row = {"time": time.time(), **note, "agent": mine, "newest": latest_in(folder_in(run))[0]}
+        row = {"time": time.time(), **asdict(note), "agent": mine, "newest": latest_in(folder_in(run))[0]}
         file = os.open(run / FAILURES, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
         try:
             os.write(file, json.dumps(row).encode() + b"\n")
@@ -103,12 +104,12 @@ def note_failure(run: Path, store: Any, note: Mapping[str, Any]) -> None:
             os.close(file)
 
 
-def is_final(note: Mapping[str, Any] | None) -> bool:
+def is_final(note: FailureNote | None) -> bool:
     """Whether another start is of no use: after a mistake, a wrong result, a stop, or nodes that did not
     come; or without a note, since the store has gone, where the agent of node 0 served it."""
     if note is None:
         return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return note.get("final", False) or (note["rank"] is not None and note["status"] != RunError.status)
+    return note.final or (note.rank is not None and note.status != RunError.status)
 
 
 def end_agent(status: int) -> None:

@@ -23,7 +23,7 @@ from threed.base import marks
 from threed.base.console import RECORD, say
 from threed.base.errors import InputError
 from threed.base.requests import StopRequests
-from threed.base.restart import Failure, RankSteps, Restarts
+from threed.base.restart import FailureNote, RankSteps, Restarts
 from threed.base.signals import ASKS, STOPS, handle
 from threed.checkpoint.lineage import read_latest
 from threed.comm.environment import RESTARTS, RankPlace
@@ -120,7 +120,7 @@ class LocalLauncher:
         self.preparing = None
         return prepared
 
-    def start(self, prepared: Prepared | None, steps: RankSteps) -> Failure | None:
+    def start(self, prepared: Prepared | None, steps: RankSteps) -> FailureNote | None:
         """Start the ranks once and wait until all have ended. Returns why one has failed; None if none has.
         Errors as from `check_gpus`: what a script has called since `prepare` may have started a GPU."""
         check_gpus(self.config.run.device, self.config.world_size)
@@ -150,7 +150,7 @@ class LocalLauncher:
             self.ranks, self.when = [], "before it started again"
             os.close(meeting)
 
-    def _attend(self, store: Any, steps: RankSteps) -> Failure | None:
+    def _attend(self, store: Any, steps: RankSteps) -> FailureNote | None:
         """Wait for all ranks; once one has failed, only a little longer for the others. Returns why the first
         one failed; None if none has."""
         ranks, failure, deadline = self.ranks, None, math.inf
@@ -172,7 +172,7 @@ def run_local(config: Config, callbacks: Sequence[Callback] = ()) -> int:
     return LocalLauncher(config, callbacks).run()
 
 
-def _why(codes: list[int | None], store: Any, steps: RankSteps, asked: bool) -> tuple[Failure, float]:
+def _why(codes: list[int | None], store: Any, steps: RankSteps, asked: bool) -> tuple[FailureNote, float]:
     """Why the first rank has failed, and how long to wait for the others. If the rank was killed and could
     not tell the others, this function tells them. `asked`: whether it was killed as asked."""
     failed = first_failure(codes)
@@ -180,13 +180,13 @@ def _why(codes: list[int | None], store: Any, steps: RankSteps, asked: bool) -> 
     rank, code = failed
     what, cause, status = ended_by(code)
     text = f"rank {rank} {what}"
-    note = tell(store, {"rank": None, "message": text, "status": status, "hang": False,
-                        "step": steps.at(rank), "cause": cause})
-    if (code < 0 or note["rank"] is None) and not asked:
+    own = FailureNote(text, status, cause, steps.at(rank))
+    note = tell(store, own)
+    if (code < 0 or note.rank is None) and not asked:
         say(text)
     if code < 0:
-        return Failure(text, cause, steps.at(rank), status), GRACE_S
-    return Failure.of(note), HANG_GRACE_S if note["hang"] else GRACE_S
+        return own, GRACE_S
+    return note, HANG_GRACE_S if note.hang else GRACE_S
 
 
 def local_world_size(config_device: str) -> int | None:

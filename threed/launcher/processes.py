@@ -83,7 +83,7 @@ def first_failure(codes: Sequence[int | None]) -> tuple[int, int] | None:
 
 
 def ended_by(code: int) -> tuple[str, str | None, int]:
-    """An exit code in words, as the cause of a `restart.Failure`, and as the exit status of the run."""
+    """An exit code in words, as the cause of a `FailureNote`, and as the exit status of the run."""
     if code > 0:
         return f"ended with exit status {code} and did not say why", f"exit status {code}", code
     name = signal.Signals(-code).name

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import socket
@@ -21,12 +20,12 @@ from threed.base import marks
 from threed.base.console import RECORD, flush, put_error, say, steady
 from threed.base.errors import NotSaved, RunError, Stopped, ThreedError
 from threed.base.requests import Requests
-from threed.base.restart import RankSteps
+from threed.base.restart import FailureNote, RankSteps
 from threed.base.signals import STOPS, handle
 from threed.comm.environment import RankPlace
 from threed.comm.rendezvous import POLLS, meet
 from threed.comm.store import Guard, environment_store
-from threed.engine.watch import KEY, STORE_S, Watch, lost_peer, silent, tell
+from threed.engine.watch import KEY, STORE_S, Watch, lost_peer, read_note, silent, tell
 from threed.launcher import elastic
 from threed.launcher.processes import die_with_parent
 from threed.schema import Config
@@ -97,12 +96,11 @@ def run_place(job: Job, place: RankPlace, parent: int) -> int:
         text = "the store in which all ranks meet has gone: rank 0, or its host, has ended"
         if isinstance(error, ThreedError):
             status, text = error.status, str(error)
-        note = {"rank": place.rank, "message": text, "status": status, "hang": False, "step": 0,
-                "cause": text, "final": True}
+        note = FailureNote(text, status, text, 0, place.rank, final=True)
         with contextlib.suppress(RuntimeError):  # the store has gone with its rank
             note = tell(store, note) if store is not None else note
-        status = note["status"]
-        if note["rank"] == place.rank:
+        status = note.status
+        if note.rank == place.rank:
             say(text)
             elastic.error_file(text)
     if status:
@@ -139,12 +137,12 @@ def _stop_early(number: int, _: Any) -> None:
     raise error
 
 
-def _note(store: Any) -> dict[str, Any] | None:
+def _note(store: Any) -> FailureNote | None:
     """The note of the first failure; None where the store cannot be asked."""
     if store is None:
-        return {"rank": None, "final": True}  # the ranks have not met
+        return FailureNote("the ranks have not met", RunError.status, final=True)
     try:
-        return json.loads(store.get(KEY))
+        return read_note(store.get(KEY))
     except RuntimeError:
         return None
 
@@ -165,26 +163,26 @@ class Unattended:
         self.watch: Watch | None = None
         self._lock, self._heard = threading.Lock(), False
 
-    def hear(self, note: dict[str, Any] | None) -> None:
+    def hear(self, note: FailureNote | None) -> None:
         """The first rank of each machine says why the ranks end, on its console, once."""
-        if note is None or "host" not in note or self._stopped(note):
+        if note is None or not note.host or self._stopped(note):
             return
         with self._lock:
             if self._heard:
                 return
             self._heard = True
         if elastic.agent() and self.place.local_rank == 0:
-            if (note["host"], note["launcher"]) != (socket.gethostname(), os.getppid()):
-                say(note["message"])
+            if (note.host, note.launcher) != (socket.gethostname(), os.getppid()):
+                say(note.message)
 
-    def end(self, note: dict[str, Any] | None) -> None:
+    def end(self, note: FailureNote | None) -> None:
         """Before a rank ends because another one has failed: end an agent that would start ranks again where
         that is of no use."""
         if note is not None and self._stopped(note):
             say(stopped_now(self.config, self.pace))  # last: it writes state.json
         flush()
         if elastic.is_final(note):
-            elastic.end_agent(note["status"] if note is not None and "status" in note else RunError.status)
+            elastic.end_agent(note.status if note is not None else RunError.status)
 
     def answer(self, number: int, times: int) -> None:
         if times == 1:
@@ -202,9 +200,9 @@ class Unattended:
             time.sleep(TOLD_S)
         leave(status)
 
-    def _stopped(self, note: dict[str, Any]) -> bool:
+    def _stopped(self, note: FailureNote) -> bool:
         """Whether all end since a person has asked for it twice, and this is the rank that says so."""
-        return self.place.rank == 0 and note.get("message") == AT_ONCE
+        return self.place.rank == 0 and note.message == AT_ONCE
 
     def _failed(self) -> bool:
         try:
@@ -239,13 +237,13 @@ def _explain(error: BaseException, rank: int, watch: Watch | None) -> int:
         first = watch is None or (reason is None and watch.fail(text, status, cause=cause, final=final))
     except Exception:  # the store has gone with its rank
         reason, first = None, True
-    if first or (reason is not None and reason["rank"] == rank):
+    if first or (reason is not None and reason.rank == rank):
         say(watch.with_hosts(text) if watch is not None else text)
         elastic.error_file(text.splitlines()[0])
         if not ours and not lost and not (watch is not None and watch.comm is not None
                                           and watch.comm.waiting_since is not None):
             # neither a person's mistake nor a peer that has gone: a bug
             put_error("".join(traceback.format_exception(error)).rstrip())
-    elif reason is not None and reason["hang"] and watch is not None:
-        watch.end(f"rank {reason['rank']} got no answer; {text}")
-    return reason["status"] if reason is not None else status
+    elif reason is not None and reason.hang and watch is not None:
+        watch.end(f"rank {reason.rank} got no answer; {text}")
+    return reason.status if reason is not None else status

@@ -71,7 +71,8 @@ def _await_loggers(run, folder) -> None:
     until = time.monotonic() + 120
     while time.monotonic() < until:
         sent = [file.read_text().count("\n") for file in folder.glob("mlflow/*/*/metrics/train/loss")]
-        begun = all((folder / f"{name}-run").exists() for name in ("wandb", "mlflow", "trackio"))
+        begun = (folder / "mlflow-run").exists() and all(
+            list(folder.glob(each)) for each in ("wandb/*run-*/*.wandb", "trackio/*.db"))
         if begun and sent and sent[0] >= len(metrics(folder)) - 1 and "prometheus reads" in run.output:
             return
         time.sleep(0.2)

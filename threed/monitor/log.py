@@ -139,8 +139,11 @@ class Log:
             if known is None and (again if name == "wandb" else about.goes_on):
                 with contextlib.suppress(OSError):
                     known = note.read_text().strip() or None
-            if name == "wandb":  # checkpoints name it, and do not wait until wandb has started
-                self.run_id = known = known or os.environ.get("WANDB_RUN_ID") or uuid.uuid4().hex[:8]
+            # Checkpoints name wandb's, and a start after this one goes on with it, though wandb may not have
+            # started by then.
+            if name == "wandb":
+                known = known or os.environ.get("WANDB_RUN_ID") or uuid.uuid4().hex[:8]
+                self._began(name, note, known)
             self.loggers.append(logger)
             logger.start(about, known, partial(self._began, name, note))
 

@@ -27,8 +27,6 @@ CASES = {
     mutants.host_does_not_wait_for_copies: (ON_DISK, "the host writes to pinned memory"),
     mutants.thread_waits_for_nothing: (ON_DISK, "the host writes to pinned memory"),
 }
-pytestmark = pytest.mark.core
-
 
 @pytest.mark.parametrize("mutant", [pytest.param(each, id=each.__name__) for each in CASES])
 def test_it_is_found(mutant, fake_gpus):

@@ -9,8 +9,6 @@ import pytest
 
 from tests.fakecuda import programs
 
-pytestmark = pytest.mark.core
-
 
 def test_numbers_are_the_cpus(fake_gpus):
     assert max(fake_gpus.run(programs.gradients)) < 1e-6

@@ -12,7 +12,6 @@ from threed.base.quantity import show_bytes
 from threed.cli import main as cli
 from threed.cli.runs import _fits
 from threed.html_report import report as pages
-from threed.layout_search import search as searching
 from threed.planner import analyse
 from threed.prediction.advise import measure
 from threed.prediction.hardware import Hardware
@@ -55,22 +54,6 @@ def test_all_say_the_same(over):
 def test_the_page_says_the_same():
     page = pages.content(threed.load(TOY), "h100-sxm").values
     assert page["stages"] == threed.predict(threed.load(TOY), "h100-sxm")["stages"]
-
-
-def test_search_and_advise_say_what_predict_says(tmp_path):
-    """And search proposes nothing about which predict warns."""
-    over = [GPU, "parallel.tp=1", "parallel.axis_order=pp-dp-tp", "offload.optimizer=none", "zero.stage=3",
-            "zero.residency=1", "activation.offload=none", "train.micro_batch_size=4", "parallel.pp=2"]
-    found = searching.search(TOY, 4, over, "h100-sxm", "4GB")
-    assert found["usable_bytes"] == round(0.95 * 4 * GB) and found["memory_bytes"] == 4 * GB
-    assert max(row["peak_bytes"] for row in found["layouts"]) <= found["usable_bytes"]
-    file = tmp_path / "best.yaml"
-    searching.write_best(found, file)
-    told = threed.predict(threed.load(file), "h100-sxm,memory_gb=4")
-    assert max(row["peak_bytes"]["device"] for row in told["stages"]) == found["layouts"][0]["peak_bytes"]
-    assert told["too_much"] is None and told["usable_bytes"] == found["usable_bytes"]
-    advice = json.loads(run("check", str(file), "--memory", "4GB", "--hardware", "h100-sxm", "--json").stdout)
-    assert advice["advice"][0]["peak_bytes"] == found["layouts"][0]["peak_bytes"] and advice["ok"]
 
 
 def test_what_stays_free():
@@ -119,10 +102,3 @@ def test_ranks_that_share_processors_have_no_bubble_of_it():
     assert "8 ranks share 2 processors" in run("predict", TOY).stdout
 
 
-def test_advice_says_whose_times_it_has():
-    for words, costs in (([GPU, "--advise"], "A100"), ([GPU, "--advise", "--hardware", "h100-sxm"], "H100"),
-                         ([GPU, "--memory", "80GB"], "A100"), (["--advise"], "a CPU core")):
-        done = run("check", TOY, *words)
-        assert f"\ncosts: {costs}" in done.stdout
-        assert ("(by default; for another machine --hardware" in done.stdout) == (costs == "A100")
-    assert "\ncosts: " not in run("check", TOY, GPU, "--hardware", "h100-sxm").stdout  # it prints no times

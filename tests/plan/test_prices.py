@@ -1,4 +1,4 @@
-"""Prices known before a run: `threed memory`, `check --advise`, `threed matrix`."""
+"""Prices known before a run: `threed memory`, `threed matrix`, and what a machine costs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from threed.cli.main import app
 from threed.config import contract
 from threed.config.load import load
 from threed.planner import make_plan
-from threed.prediction.advise import advise, measure, neighbours
+from threed.prediction.advise import measure
 from threed.prediction.analytic import cost as analytic_cost
 from threed.prediction.contention import PricedPlan
 from threed.prediction.hardware import Hardware
@@ -74,42 +74,6 @@ def test_memory_refuses(arguments):
         CliRunner().invoke(app, ["memory", *arguments], catch_exceptions=False)
 
 
-def test_advice():
-    """What each setting saves and costs is what its own plan says; what fits a memory comes first, the
-    fastest first."""
-    config = load("configs/gpt2-small.yaml", ["parallel.dp=4", "parallel.pp=1", "parallel.tp=1",
-                                              "train.global_batch_size=64",
-                                              "parallel.sequence_parallel=false"])
-    rows = {row["setting"]: row for row in advise(config, Hardware())}
-    here = rows.pop("as configured")
-    assert {"zero.stage=0", "zero.stage=2 zero.reduce_every=step"} <= rows.keys()
-    assert "zero.stage=1" not in rows, "it is the config itself"
-    assert rows["zero.stage=0"]["fixed_bytes"] > here["fixed_bytes"]
-    assert rows["zero.stage=3"]["fixed_bytes"] < rows["zero.stage=2"]["fixed_bytes"] < here["fixed_bytes"]
-    once_a_step = rows["zero.stage=2 zero.reduce_every=step"]
-    assert rows["zero.stage=2"]["dp_bytes"] > here["dp_bytes"] == once_a_step["dp_bytes"]
-    plans = [tuple(sorted((k, v) for k, v in row.items() if k.endswith("bytes") or k == "step_s"))
-             for row in rows.values()]
-    assert len(rows) >= 8 and len(set(plans)) >= 7, "one setting is listed under several names"
-    memory = round(sorted(row["peak_bytes"] for row in rows.values())[3] / 0.95) + 1  # 5% stay free
-    listed = advise(config, Hardware(), memory)[1:]
-    fits = [row["fits"] for row in listed]
-    assert fits == sorted(fits, reverse=True) and fits.count(True) >= 4
-    times = [row["step_s"] for row in listed if row["fits"]]
-    assert times == sorted(times)
-
-
-def test_advice_to_those_who_offload():
-    """The other tier, no offload, or the same tier with parameters there: keys of the tier that is left
-    would be refused."""
-    over = ["offload.optimizer=nvme", "offload.nvme_path=disk", "offload.overlap=next",
-            "offload.gradients=device"]
-    rows = {row["setting"]: row for row in advise(load("configs/toy.yaml", over), Hardware())}
-    assert {"offload.optimizer=none", "offload.optimizer=cpu", "offload.optimizer=nvme",
-            "zero.stage=3 offload.optimizer=nvme offload.parameters=nvme"} <= rows.keys()
-    assert rows["offload.optimizer=none"]["fixed_bytes"] > rows["offload.optimizer=cpu"]["fixed_bytes"]
-
-
 @pytest.mark.parametrize("over", [["offload.optimizer=cpu"],
                                   ["offload.optimizer=nvme", "offload.nvme_path=disk"]])
 def test_measured_costs_leave_moves_their_price(over):
@@ -126,17 +90,6 @@ def test_measured_costs_leave_moves_their_price(over):
     priced = PricedPlan(Analysis(of_device), analytic_cost(of_device, Hardware(), measured), "a run")
     assert report(priced, Hardware())["step_time"] == pytest.approx(
         predict(Analysis(of_device), measured).step_s), "what the device computes costs what was measured"
-
-
-def test_advice_is_printed():
-    """The sentence that says what a setting saves and costs."""
-    arguments = ["check", "configs/toy.yaml", "parallel.dp=4", "train.global_batch_size=32",
-                 "run.device=auto", "--memory", "3GiB"]
-    result = CliRunner().invoke(app, arguments, catch_exceptions=False)
-    assert result.exit_code == 2 and not result.stdout.startswith("ok") and "more than the" in result.stderr
-    assert "zero.stage=2" in result.stdout
-    assert "of traffic a step" in result.stdout and "fits" in result.stdout and "saves" in result.stdout
-    assert "peak of pp0: " in result.stdout
 
 
 def test_a_devices_memory_has_more_than_the_plan():
@@ -216,15 +169,6 @@ def test_refusals(overrides, said):
     with pytest.raises(ConfigError) as error:
         load("configs/toy.yaml", ["parallel.dp=2", *overrides])
     assert said in str(error.value) and len(error.value.problems) == 1
-
-
-def test_advise_experts():
-    """Other numbers of ranks that hold all experts, and pairs, where there are experts."""
-    config = load("configs/toy-moe.yaml", ["model.layers=2", "train.global_batch_size=8"])
-    rows = {row["setting"]: row for row in advise(config, Hardware()) if "parallel." in row["setting"]}
-    assert rows.keys() == {"parallel.ep=1", "parallel.ep=4", "parallel.pair=True"}
-    assert rows["parallel.ep=4"]["fixed_bytes"] < rows["parallel.ep=1"]["fixed_bytes"]
-    assert not any("parallel.ep" in changes for changes in neighbours(load("configs/toy.yaml")))
 
 
 def test_imbalance():

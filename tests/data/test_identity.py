@@ -6,12 +6,14 @@ import json
 import os
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.data.files import word_level, write
 from threed.base.errors import InputError
+from threed.checkpoint.format import Manifest
 from threed.checkpoint.provenance import changes, check, check_named, notes
 from threed.config.load import load
 from threed.data import identity as subject
@@ -46,7 +48,7 @@ def lines(path: Path, words: str, count: int = 30) -> None:
 
 
 def differ(before: tuple[Config, dict], now: tuple[Config, dict]) -> list[str]:
-    manifest = {"config": before[0].to_dict(), "data": before[1], "step": 4}
+    manifest = Manifest(4, config=before[0].to_dict(), data=before[1])
     found = changes(manifest, now[1], now[0].data)
     if found:
         with pytest.raises(InputError, match=r"step 5 on, set data\.on_change=accept"):
@@ -93,7 +95,7 @@ def test_another_tokenizer(at, tmp_path):
     word_level(Path("other.json"), *WORDS[::-1])
     now = at("data.tokenizer=other.json")
     assert differ(before, now) == ["data.tokenizer=other.json is another tokenizer"]
-    manifest = {"config": before[0].to_dict(), "data": before[1], "step": 4}
+    manifest = Manifest(4, config=before[0].to_dict(), data=before[1])
     now[0].data.on_change = "error"
     with pytest.raises(InputError, match=r"give the tokenizer\.json that it was trained with"):
         check(STEP, manifest, now[1], now[0])
@@ -111,7 +113,7 @@ def test_a_base_of_adapters(at):
     """Its data are others, and its tokenizer must be the same, also where one is trained on the data."""
     for tokenizer, other in (("tok.json", "other.json"), ("bpe", "bpe")):
         before = at(f"data.tokenizer={tokenizer}")
-        manifest = {"config": before[0].to_dict(), "data": before[1], "step": 40}
+        manifest = Manifest(40, config=before[0].to_dict(), data=before[1])
         word_level(Path("other.json"), *WORDS[::-1])
         if tokenizer != "bpe":
             config, mine = at("data.source=b.jsonl")
@@ -180,12 +182,12 @@ def test_megatron_data(at, monkeypatch):
 
 def test_a_checkpoint_that_does_not_say(at):
     config, mine = at()
-    older = {"config": config.to_dict(), "step": 4}
+    older = Manifest(4, config=config.to_dict())
     check(STEP, older, mine, config)
     assert notes(STEP, older, mine, config) == [f"{STEP.name} does not say which data it was trained on: "
                                                 "they are not compared"]
     assert notes(STEP, older, {}, config) == []
-    assert changes({**older, "data": mine}, {}, config.data) == []
+    assert changes(replace(older, data=mine), {}, config.data) == []
 
 
 def test_another_order_of_files(at, tmp_path):
@@ -243,7 +245,7 @@ KNOWN = {"sources": [{"source": "a"}], "tokenizer": "1f"}
 def test_imported_weights_are_trained_on_what_somebody_has_named(named, known, asked, kept, tmp_path):
     path = tmp_path / "checkpoints" / "step-00000000"
     config = load(None, named)
-    manifest = {"config": Config().to_dict(), "weights_only": True}
+    manifest = Manifest(config=Config().to_dict(), weights_only=True)
     tokenizer = tmp_path / "huggingface" / "tokenizer.json"
     if kept:
         tokenizer.parent.mkdir()
@@ -261,7 +263,7 @@ def test_imported_weights_are_trained_on_what_somebody_has_named(named, known, a
 def test_adapters_beside_weights_that_were_trained_here():
     """What nobody has named is as it was, or is refused."""
     for theirs, asked in (([], False), ([SOURCE], True), ([TOKENIZER], True)):
-        manifest = {"config": load(None, theirs).to_dict()}
+        manifest = Manifest(config=load(None, theirs).to_dict())
         if asked:
             with pytest.raises(InputError, match=theirs[0].partition("=")[0]):
                 check_named(STEP, manifest, KNOWN, load(None).data)

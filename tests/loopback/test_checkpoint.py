@@ -23,6 +23,7 @@ from tests.harness import batches, tiny
 from threed.base.errors import InputError, RunError
 from threed.checkpoint import format as formats
 from threed.checkpoint import load as loading
+from threed.checkpoint import manifest as manifests
 from threed.checkpoint import save as saving
 from threed.checkpoint.choose import notes, read_manifest
 from threed.checkpoint.lineage import Lineage
@@ -257,7 +258,7 @@ def test_a_flipped_bit_in_memory(kind, mesh, source, tmp_path, monkeypatch):
     original = loading._prove
     config = named(at(tmp_path / "run", *MESHES[mesh]), source)
     for victim in range(config.world_size):
-        def flip(values: dict, zero: Any, rounded: dict, victim: int = victim) -> str | None:
+        def flip(values: formats.Manifest, zero: Any, rounded: dict, victim: int = victim) -> str | None:
             if zero.comm.rank == victim:
                 state = next(iter(zero.states.values()))
                 state.kept()[kind].view(torch.int32)[
@@ -283,7 +284,7 @@ def test_every_copy_is_looked_at(tmp_path):
             if pick(comm):
                 unit = max(engine.states)  # the tied embedding
                 engine.states[unit].optimizer_state.master[3] += 1
-            return loading._prove(formats.unseal(Path(config.train.resume)), engine.zero, {})
+            return loading._prove(manifests.unseal(Path(config.train.resume)), engine.zero, {})
 
         assert any(on_ranks(config, work)), others
         shutil.rmtree(tmp_path / "source")
@@ -332,7 +333,7 @@ def take(config: Config) -> tuple[str | None, list[str]]:
 def test_weights_alone_begin_fresh(tmp_path):
     """They come from no run, whose settings could be compared."""
     config, path = at(tmp_path, *DP), tmp_path / "checkpoints" / "step-00000000"
-    values = {"weights_only": True, "step": 0, "config": {**config.to_dict(), "optimizer": {"lr": 7.0}}}
+    values = formats.Manifest(weights_only=True, config={**config.to_dict(), "optimizer": {"lr": 7.0}})
     assert notes(path, values, {}, config) == ["step-00000000 has weights alone: the optimizer, its schedule "
                                                "and the data begin fresh, at step 1"]
     assert notes(path, values, {"tokenizer": "anew", "sources": []}, config)[1:] == [
@@ -421,7 +422,7 @@ def test_a_stale_view(tmp_path, monkeypatch):
     monkeypatch.setattr(formats, "PATIENCE_S", 0.2)
     original = loading.unseal
 
-    def stale(path: Path) -> dict[str, Any]:
+    def stale(path: Path) -> formats.Manifest:
         if "rank 1" in threading.current_thread().name and path.name == "step-00000002":
             raise formats.Unusable(path, "cannot be used")
         return original(path)
@@ -534,7 +535,7 @@ def test_a_manifest_of_somebody_else(change, source, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(source, copy)
     values = {key: value for key, value in manifest(copy).items() if key != "checksum"}
-    (copy / "manifest.json").write_text(formats.seal({**values, **change}))
+    (copy / "manifest.json").write_text(manifests.seal({**values, **change}))
     refused(named(at(tmp_path / "run"), copy), "cannot be used|is damaged|is of another model")
 
 
@@ -547,13 +548,13 @@ def test_gradients_that_wait(trains, source, tmp_path):
     values = {key: value for key, value in manifest(copy).items() if key != "checksum"}
     values["config"]["offload"] |= {"delayed_update": True, "warmup": 1}
     waiting = {"loss": 1.0, "grad_norm": 1.0, "scale": 1.0, "finite": True, "loss_scale": 1.0}
-    (copy / "manifest.json").write_text(formats.seal({**values, "waiting": waiting}))
+    (copy / "manifest.json").write_text(manifests.seal({**values, "waiting": waiting}))
     config = named(at(tmp_path / "run"), copy)
     if trains:
         refused(config, "holds gradients that its next step was to apply, a step late .* resume from one "
                         "that was saved before the first delayed step or after the last")
     else:
-        assert read_manifest(copy, config, trains=False)["step"] == values["step"]
+        assert read_manifest(copy, config, trains=False).step == values["step"]
 
 
 def test_no_proof_is_no_load(source, tmp_path):
@@ -562,7 +563,7 @@ def test_no_proof_is_no_load(source, tmp_path):
     values = {key: value for key, value in manifest(copy).items() if key != "checksum"}
     for entry in values["parameters"].values():
         entry["sums"] = {}
-    (copy / "manifest.json").write_text(formats.seal(values))
+    (copy / "manifest.json").write_text(manifests.seal(values))
     refused(named(at(tmp_path / "run"), copy), "does not have the checksum of its manifest")
 
 

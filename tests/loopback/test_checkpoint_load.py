@@ -33,6 +33,7 @@ from tests.loopback.test_checkpoint import (
 from tests.loopback.test_checkpoint_mishaps import go_on
 from threed.base.errors import RunError
 from threed.checkpoint import format as formats
+from threed.checkpoint import manifest as manifests
 from threed.checkpoint.box_reader import BoxReader
 from threed.checkpoint.choose import begin_lineage, candidates
 from threed.checkpoint.lineage import Lineage, write_latest
@@ -51,7 +52,7 @@ def steps_in(config: Config) -> list[int]:
 def edit(path: Path, **change: Any) -> None:
     """Replace the manifest, with the right checksum."""
     values = {key: value for key, value in manifest(path).items() if key != "checksum"}
-    (path / "manifest.json").write_text(formats.seal({**values, **change}))
+    (path / "manifest.json").write_text(manifests.seal({**values, **change}))
 
 
 # ---------------------------------------------------------------- what compute reads
@@ -193,7 +194,7 @@ def test_an_index_that_is_late(tmp_path, monkeypatch):
     config = at(tmp_path)
     for steps in (1, 2):
         saved_after(config, steps)
-    regular, calls = formats._regular, []
+    regular, calls = formats.regular, []
 
     def late(path: Path) -> Path:
         if path.name == "index.jsonl":
@@ -202,7 +203,8 @@ def test_an_index_that_is_late(tmp_path, monkeypatch):
                 raise OSError((errno.ENOENT, errno.ESTALE)[len(calls) - 1], "it is late")
         return regular(path)
 
-    monkeypatch.setattr(formats, "_regular", late)
+    monkeypatch.setattr(formats, "regular", late)
+    monkeypatch.setattr(manifests, "regular", late)
     assert take(config)[0] == "step-00000002" and len(calls) > 3
 
 

@@ -22,6 +22,7 @@ from threed.checkpoint import format as formats
 from threed.checkpoint import load as loading
 from threed.checkpoint import save as saving
 from threed.checkpoint.choose import begin_lineage
+from threed.checkpoint.format import Manifest
 from threed.checkpoint.lineage import Lineage
 from threed.checkpoint.load import resume
 from threed.checkpoint.save import Outcome, Saver
@@ -366,7 +367,7 @@ def test_weights_without_a_master(before, tmp_path, monkeypatch):
     take(config)
     original = loading._prove
 
-    def flip(values: dict, zero: Any, rounded: dict) -> str | None:
+    def flip(values: Manifest, zero: Any, rounded: dict) -> str | None:
         if zero.comm.rank == 1:
             zero.states[1].optimizer_state.master.view(torch.int16)[5] ^= 1
         return original(values, zero, rounded)

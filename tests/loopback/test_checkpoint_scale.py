@@ -12,7 +12,8 @@ import torch
 
 from threed.checkpoint.box_reader import BoxReader
 from threed.checkpoint.boxes import boxes
-from threed.checkpoint.format import Report, file_name, index_of, seal, unseal
+from threed.checkpoint.format import Report, file_name, index_of
+from threed.checkpoint.manifest import FORMAT, seal, unseal
 from threed.checkpoint.shard_file import Extent, Item, header, report_of
 from threed.config.load import load
 from threed.features.zero.shard import FlatLayout
@@ -69,7 +70,8 @@ def written(request, tmp_path_factory):
     others = {"step": 1, "updates": 1, "samples": 1, "skipped": 0, "loss_scaler": {}, "waiting": None,
               "lineage": ["test-0", []],
               "mesh": {"pp": 16, "dp": mesh.sizes["dp"], "tp": 8}, "config": config.to_dict()}
-    text = seal({"format": 2, **others, "parameters": parameters, "files": files})
+    entries = {name: entry._asdict() for name, entry in parameters.items()}
+    text = seal({"format": FORMAT, **others, "parameters": entries, "files": files})
     (path / "manifest.json").write_text(text)
     said = (f"{mesh.size} ranks: index {len(index) / 2**20:.1f} MiB, manifest {len(text) / 2**20:.2f} MiB, "
             f"put together by "
@@ -96,7 +98,7 @@ def test_what_a_rank_reads(goes_on, written, capsys):
                 num_bytes += sum(part.num_bytes for part in parts)
             wanted += 4 * len(KINDS) * (box.stop - box.start)
             names.add(box.name)
-    lines = sum(unseal(path)["parameters"][name]["size"] for name in names)
+    lines = sum(unseal(path).parameters[name].size for name in names)
     with capsys.disabled():
         print(f"\n{said}; on {here.world_size} ranks ({goes_on}) one opens {len(files)} files, reads "
               f"{lines / 2**20:.2f} MiB of the index and {num_bytes / 2**20:.1f} MiB for "

@@ -23,9 +23,10 @@ from tests.harness import batches, tiny
 from threed.base.errors import ConfigError, InputError
 from threed.checkpoint.choose import Candidate, begin_lineage, candidates
 from threed.checkpoint.copy import Copied, Copier, fetch
-from threed.checkpoint.format import checkpoints, folder, name_of, unseal
+from threed.checkpoint.format import Manifest, checkpoints, folder, name_of
 from threed.checkpoint.lineage import Lineage, parse_latest, read_latest
 from threed.checkpoint.load import Resumed, _on_first, resume
+from threed.checkpoint.manifest import unseal
 from threed.checkpoint.place import Store
 from threed.checkpoint.save import Saver
 from threed.comm.group import Comm
@@ -389,7 +390,7 @@ def test_the_last_copy_is_tried_again(failures, tmp_path, monkeypatch):
     def work(engine: Engine, comm: Comm) -> None:
         log = SimpleNamespace(say=said.append, sync=lambda: None)
         watch = SimpleNamespace(phase=lambda *a, **b: nullcontext())
-        mine: Any = Checkpoints(config, engine, watch, log, Resumed(path, {}, NEW, [], {}))  # pyright: ignore[reportArgumentType]
+        mine: Any = Checkpoints(config, engine, watch, log, Resumed(path, Manifest(), NEW, [], {}))  # pyright: ignore[reportArgumentType]
         mine.close(lambda: False)
 
     on_ranks(config, work)

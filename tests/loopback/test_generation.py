@@ -268,7 +268,7 @@ def test_the_tokenizer_is_kept_with_the_run(tmp_path):
     assert keep_tokenizer(file, data, run) == []  # it was said before
     for text, home in (("é {}", run), ('{"model": {"vocab":   {"a":0}}, "padding": 1}', other)):
         file.write_text(text)
-        assert kept_for(run, {"data": {"tokenizer": tokenizer_digest(file)}}) == home
+        assert kept_for(run, tokenizer_digest(file)) == home
     (warning,) = keep_tokenizer(tmp_path / "none.json", data, run)
     assert "was not written" in warning
 

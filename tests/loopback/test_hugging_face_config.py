@@ -16,6 +16,7 @@ from tests.loopback.test_hugging_face_experts import described as with_experts
 from tests.loopback.test_hugging_face_files import GPT2, HERE, LLAMA, folder
 from threed.base.errors import InputError
 from threed.checkpoint.choose import read_manifest
+from threed.checkpoint.format import Manifest
 from threed.config.load import load
 from threed.interop.hf.config import family_of, model_of, values_of, written
 from threed.interop.hf.exporting import export_model
@@ -156,7 +157,7 @@ def manifest_of(source: Path, run: Path, *overrides: str) -> tuple[Path, list[st
     return Path(done["checkpoint"]), done["notes"]
 
 
-def started(run: Path, path: Path, *overrides: str) -> dict[str, Any]:
+def started(run: Path, path: Path, *overrides: str) -> Manifest:
     return read_manifest(path, load(run / "config.yaml", list(overrides)))
 
 
@@ -180,7 +181,7 @@ def test_sequences_longer_than_the_model_is_made_for(changes, given, length, mos
     least = 2048 if given == ["model.rope_scaling=null"] else 8192
     assert config["max_position_embeddings"] == max(least, length)
     manifest = started(tmp_path / "run", path)
-    assert manifest["made_for"] == {"tokens": least, "window": None}
+    assert manifest.made_for == {"tokens": least, "window": None}
 
 
 def test_a_usual_length_without_the_scaling(tmp_path):

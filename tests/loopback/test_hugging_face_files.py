@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 from tests.loopback.test_checkpoint import at, manifest, on_ranks, saved_after, step
 from threed.base.errors import InputError
 from threed.checkpoint.boxes import boxes
-from threed.checkpoint.format import seal
 from threed.checkpoint.load import resume
+from threed.checkpoint.manifest import seal
 from threed.cli.main import app
 from threed.comm.group import Comm
 from threed.config.load import load
@@ -303,7 +303,7 @@ def test_an_optimizer_begins_fresh(mesh, tmp_path):
         for kind, values in kept(engine, comm):
             values.fill_(3.0 if kind != "param" else torch.nan)
         resumed = resume(config, engine.zero)
-        assert resumed.path is not None and resumed.manifest["step"] == 0
+        assert resumed.path is not None and resumed.manifest.step == 0
         assert not any((values.isnan() if kind == "param" else values).any()
                        for kind, values in kept(engine, comm))
         losses = step(engine, comm, 2)

@@ -174,7 +174,7 @@ def test_a_base_that_was_trained_here(tmp_path):
     def work(comm: Comm) -> tuple[int, int, Any]:
         engine = Engine(config, plan, comm)
         resumed = resume(config, engine.zero)
-        return engine.zero.step_number, engine.zero.updates, resumed.manifest["step"]
+        return engine.zero.step_number, engine.zero.updates, resumed.manifest.step
 
     assert run_loopback(plan, make_mesh(config), work) == [(0, 0, 0)]
     trained(config, 1)

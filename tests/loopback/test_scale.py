@@ -23,8 +23,9 @@ from tests.harness import tiny
 from threed.base.errors import InputError
 from threed.base.mesh import GROUPS, Mesh
 from threed.checkpoint.choose import candidates, read_manifest
-from threed.checkpoint.format import INDEX, MANIFEST, Unusable, file_name, folder, name_of, seal
+from threed.checkpoint.format import INDEX, MANIFEST, Unusable, file_name, folder, name_of
 from threed.checkpoint.lineage import Lineage, write_latest
+from threed.checkpoint.manifest import FORMAT, seal
 from threed.comm.group import Comm
 from threed.comm.process import ProcessComm
 from threed.engine import shared
@@ -193,7 +194,7 @@ def write_checkpoint(config: Config, step: int) -> Path:
         (path / name).touch()
     sums = dict.fromkeys(("param", "exp_avg", "exp_avg_sq"), "0" * 16)
     (path / MANIFEST).write_text(seal({
-        "format": 2, "step": step, "updates": step, "samples": step, "skipped": 0, "loss_scaler": {},
+        "format": FORMAT, "step": step, "updates": step, "samples": step, "skipped": 0, "loss_scaler": {},
         "waiting": None, "lineage": ["test-0", []], "mesh": config.axis_sizes, "config": config.to_dict(),
         "parameters": {"p": {"at": 0, "size": 0, "crc": 0, "sums": sums}},
         "files": {name: [0, 0, 0] for name in names}}))
@@ -217,7 +218,7 @@ def test_choosing_a_checkpoint(written, files):
     assert [candidate.path for candidate in candidates(config, lambda line: None)] == paths
     assert sum(files.values()) <= 4 * len(paths) + 4, files
     files.clear()
-    assert len(read_manifest(paths[0], config)["files"]) == 4096
+    assert len(read_manifest(paths[0], config).files) == 4096
     assert sum(files.values()) <= 8, files
 
 
@@ -228,7 +229,7 @@ def test_a_file_that_is_listed_late(written, files, monkeypatch):
     listdir = os.listdir
     monkeypatch.setattr(os, "listdir", lambda path: [name for name in listdir(path) if "777" not in name])
     files.clear()
-    assert read_manifest(path, config)["step"] == 3
+    assert read_manifest(path, config).step == 3
     assert sum(files.values()) <= 8 + len([rank for rank in range(4096) if "777" in str(rank)]), files
     (path / file_name(777)).unlink()
     with pytest.raises(Unusable, match=r"is incomplete: rank-00777.safetensors cannot be read"):

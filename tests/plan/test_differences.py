@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from threed.checkpoint.differences import IN_ONE_LINE, NOT_COMPARED, changed_keys, notes, tokens_seen
+from threed.checkpoint.format import Manifest
 from threed.config.load import known_keys, load
 from threed.models.families.registry import FAMILIES
 from threed.optim.rate import learning_rate
@@ -18,16 +20,16 @@ STEP = Path("runs/x/checkpoints/step-00000004")
 USUAL = ["train.steps=8", "optimizer.lr=1e-2"]
 
 
-def saved(config: Config, step: int = 4, **others) -> dict:
+def saved(config: Config, step: int = 4, **others) -> Manifest:
     """What a manifest of this config's run says."""
-    return {"config": config.to_dict(), "step": step, "updates": step, "samples": 64, "loss_scaler": {},
-            "mesh": {**config.axis_sizes, "order": ["pp", "dp", "tp"]}, **others}
+    return replace(Manifest(step, step, samples=64, config=config.to_dict(),
+                            mesh={**config.axis_sizes, "order": ["pp", "dp", "tp"]}), **others)
 
 
 def said(before: list[str], now: list[str], **others) -> list[str]:
     manifest = saved(load(None, [*USUAL, *before]), **others)
     head, *lines = notes(STEP, manifest, load(None, [*USUAL, *now])) or [""]
-    step = manifest["step"] + 1
+    step = manifest.step + 1
     assert not lines or head == (f"not as in {STEP.name}; from step {step} on, the settings of this start "
                                  "count:")
     return lines
@@ -39,8 +41,8 @@ def test_each_key_is_compared_or_has_a_reason(key):
     config = load(None)
     manifest = saved(config)
     section, name = key.split(".")
-    manifest["config"][section][name] = "another"
-    found = [(where, before) for where, before, _ in changed_keys(manifest["config"], config)]
+    manifest.config[section][name] = "another"
+    found = [(where, before) for where, before, _ in changed_keys(manifest.config, config)]
     if key in NOT_COMPARED:
         assert len(NOT_COMPARED[key].split()) > 1 and not found
     else:
@@ -62,7 +64,7 @@ def test_nothing_differs():
 
 def test_a_key_that_an_older_version_did_not_know():
     manifest = saved(load(None, USUAL))
-    del manifest["config"]["data"]["packing"], manifest["config"]["precision"]
+    del manifest.config["data"]["packing"], manifest.config["precision"]
     assert notes(STEP, manifest, load(None, USUAL)) == []
     assert notes(STEP, manifest, load(None, [*USUAL, "data.packing=best-fit"]))[1].startswith(
         "data.packing was stream, is best-fit; windows are cut anew")
@@ -113,7 +115,8 @@ def test_what_becomes_of_the_state():
 def test_tokens_after_another_seq_len():
     """They are counted, and do not follow from the samples: those of the run so far had another length."""
     older = saved(load(None, ["model.seq_len=64"]))
-    assert tokens_seen({}) == 0 and tokens_seen(older) == 64 * 64 and tokens_seen({**older, "tokens": 9}) == 9
+    assert tokens_seen(Manifest()) == 0 and tokens_seen(older) == 64 * 64
+    assert tokens_seen(replace(older, tokens=9)) == 9
     (line,) = said(["model.seq_len=64"], ["model.seq_len=32"])
     assert line.startswith("model.seq_len was 64, is 32; windows are cut anew")
     assert line.endswith("; the run has seen 4096 tokens")

@@ -40,6 +40,7 @@ from tests.loopback.test_checkpoint import (
 from tests.loopback.test_hugging_face_files import LLAMA, folder
 from threed.checkpoint.box_reader import BoxReader
 from threed.checkpoint.load import resume
+from threed.checkpoint.manifest import unseal
 from threed.checkpoint.save import Saver, SaveStage, tidy
 from threed.comm.group import Comm
 from threed.config.load import load
@@ -153,7 +154,7 @@ def of_files(path: Path, config: Config) -> dict[str, torch.Tensor]:
     """The whole weights in a checkpoint's files, read by the reader, and by no engine."""
     from threed.checkpoint.boxes import Box
 
-    reader, values = BoxReader(path, manifest(path)), {}
+    reader, values = BoxReader(path, unseal(path)), {}
     for each in parameters(config.model):
         values[each.name] = torch.empty(each.stored)
         shape = tuple(each.stored)

@@ -168,7 +168,7 @@ def _measure(job: Job, local_rank: int, requests: Requests, watch: Watch, store:
 
 
 def _answer(store: Any, resumed: Resumed, values: dict[str, Any]) -> None:
-    store.set(ANSWER, json.dumps({"checkpoint": str(resumed.path), "step": resumed.manifest["step"],
+    store.set(ANSWER, json.dumps({"checkpoint": str(resumed.path), "step": resumed.manifest.step,
                                   **values}))
 
 

@@ -17,8 +17,9 @@ from typing import Any
 from threed.api.plans import check_process, own_signals
 from threed.base.errors import InputError, check_type
 from threed.base.signals import calm
-from threed.checkpoint.format import MANIFEST, checkpoints, folder, is_name, name_of, unseal
+from threed.checkpoint.format import MANIFEST, checkpoints, folder, is_name, name_of
 from threed.checkpoint.lineage import newest
+from threed.checkpoint.manifest import unseal
 from threed.comm.environment import place_of_environment
 from threed.config.load import checked, of_values, overrides_of
 from threed.config.values import get
@@ -121,7 +122,7 @@ def _opened(run: str | Path, checkpoint: int | str | Path | None) -> tuple[Path,
     if (path / MANIFEST).is_file():  # a checkpoint itself
         if checkpoint is not None:
             raise InputError(f"{run} is a checkpoint already: leave --checkpoint {checkpoint} out")
-        config = of_values(unseal(path)["config"], f"{path / MANIFEST}")
+        config = of_values(unseal(path).config, f"{path / MANIFEST}")
         inside = is_name(path.name) and path.parent.name == "checkpoints"
         return path.resolve().parents[1] if inside else path, config, str(path)
     config = _of_folder(as_run(path))
@@ -148,7 +149,7 @@ def _of_folder(path: Path) -> Config:
     found = checkpoints(Config(run=RunConfig(dir=str(path))))
     if (path / CONFIG).is_file() or not found:
         return load_config(path)
-    return of_values(unseal(found[0])["config"], f"{found[0] / MANIFEST}")
+    return of_values(unseal(found[0]).config, f"{found[0] / MANIFEST}")
 
 
 def forward_config(config: Config, run: Path, checkpoint: str, overrides: Sequence[str] | None,
@@ -180,7 +181,7 @@ def _kept(run: Path, config: Config, checkpoint: str) -> list[Path]:
     path = newest(folder(config)) if checkpoint == "auto" else Path(checkpoint)
     home = run
     with contextlib.suppress(InputError):  # whoever loads the checkpoint says what is wrong with it
-        home = kept_for(run, unseal(path)) if path is not None else run
+        home = kept_for(run, unseal(path).tokenizer) if path is not None else run
     return [home / TOKENIZER, run / IMPORTED / TOKENIZER]
 
 

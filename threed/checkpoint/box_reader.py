@@ -9,12 +9,12 @@ import threading
 import time
 import zlib
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from threed.checkpoint.boxes import Box, overlap
-from threed.checkpoint.format import Stored, Unusable, file_name, patiently, read_line
+from threed.checkpoint.format import Manifest, Stored, Unusable, file_name, patiently, read_line
 from threed.checkpoint.proof import MASK, checksum
 from threed.checkpoint.shard_file import read
 
@@ -43,7 +43,7 @@ class Overlap(NamedTuple):
 class BoxReader:
     """Reads boxes: the index lines of this rank's parameters, and the needed bytes of the files."""
 
-    def __init__(self, path: Path, manifest: dict[str, Any]):
+    def __init__(self, path: Path, manifest: Manifest):
         self._path, self._manifest = path, manifest
         # once set, `read` raises Unusable: no rank needs this checkpoint any more
         self.stop = threading.Event()
@@ -125,7 +125,7 @@ class BoxReader:
             if len(self._files) >= _OPEN:
                 os.close(self._files.pop(next(iter(self._files))))
             self._files[rank] = patiently(lambda: os.open(self._path / name, os.O_RDONLY))
-            whole, size, crc = self._manifest["files"][name]
+            whole, size, crc = self._manifest.files[name]
             actual = os.fstat(self._files[rank]).st_size
             if actual != whole:
                 raise Unusable(self._path, f"is damaged: {name} has {actual} bytes, not {whole}")

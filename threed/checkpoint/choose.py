@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,15 +20,15 @@ from threed.checkpoint import differences, provenance
 from threed.checkpoint.copy import fetch
 from threed.checkpoint.format import (
     INDEX,
+    Manifest,
     Unusable,
     checkpoints,
     folder,
     is_name,
     step_of,
-    unseal,
-    weights_only,
 )
 from threed.checkpoint.lineage import Lineage, owner, read_latest, write_latest
+from threed.checkpoint.manifest import unseal
 from threed.checkpoint.named import named
 from threed.optim.registry import OPTIMIZERS
 from threed.schema import Config, ModelConfig, keys_of
@@ -101,23 +101,23 @@ def begin_lineage(config: Config, path: Path | None, lineage: Lineage) -> None:
 
 
 def read_manifest(path: Path, config: Config, trains: bool = True,
-                  data: dict[str, Any] | None = None) -> dict[str, Any]:
+                  data: dict[str, Any] | None = None) -> Manifest:
     """The manifest. Unusable where a file is missing; InputError where the config cannot go on from this
     checkpoint. `trains`: False where only its weights are wanted. `data`: the identity of the run's data."""
     manifest = unseal(path)
     _check_files(path, manifest)
     base = is_base(manifest, config)
-    if base and manifest["step"] and path.parent == folder(config):
+    if base and manifest.step and path.parent == folder(config):
         raise InputError(f"model.lora_rank={config.model.lora_rank} in the run.dir of the run that trained "
                          "the base model: its checkpoints have higher steps; give another run.dir, and "
                          f"train.resume={path}")
-    if manifest["waiting"] and trains and not base:
+    if manifest.waiting and trains and not base:
         raise InputError(f"checkpoint {path} holds gradients that its next step was to apply, a step late "
                          "(offload.delayed_update, which is gone: offload.overlap=next hides the host's step "
                          "and applies none late); resume from one that was saved before the first delayed "
                          "step or after the last, or start anew from its weights: threed export, then threed "
                          "import")
-    mine, model = config.to_dict()["model"], manifest["config"]["model"]
+    mine, model = config.to_dict()["model"], manifest.config["model"]
     # keys that do not change what the weights mean; but adapters are weights
     free = {"name", *(key.removeprefix("model.") for key, spec in keys_of(type(config.model)).items()
                       if spec.free and key not in _OF_ADAPTERS),
@@ -141,38 +141,38 @@ def read_manifest(path: Path, config: Config, trains: bool = True,
                 else "")
         raise InputError(f"checkpoint {path} is of another model: {'; '.join(different)}{bias}; give the "
                          "model its sizes" + ("" if base else ", or a new run a run.dir of its own"))
-    saved = {kind for entry in manifest["parameters"].values() for kind in entry["sums"]}
+    saved = {kind for entry in manifest.parameters.values() for kind in entry.sums}
     missing = [buffer.name for buffer in OPTIMIZERS[config.optimizer.name].buffers
                if buffer.name not in saved]
-    theirs = manifest["config"].get("optimizer", {}).get("name")
-    if missing and not (base or weights_only(manifest)) and theirs != config.optimizer.name:
+    theirs = manifest.config.get("optimizer", {}).get("name")
+    if missing and not (base or manifest.weights_only) and theirs != config.optimizer.name:
         raise InputError(f"checkpoint {path} was saved with optimizer.name={theirs}, and has no "
                          f"{' and '.join(missing)}, which {config.optimizer.name} needs: go on with "
                          f"{theirs}, or begin anew with train.resume=never")
-    window, length = (manifest.get("made_for") or {}).get("window"), config.model.seq_len
+    window, length = (manifest.made_for or {}).get("window"), config.model.seq_len
     if window is not None and length > window:
         raise InputError(f"model.seq_len={length}: the layers of the imported model in {path} have a "
                          f"sliding_window={window}, and attention is whole in threed: the two are the same "
                          f"up to model.seq_len={window}")
-    if trains and (base or weights_only(manifest)):
+    if trains and (base or manifest.weights_only):
         provenance.check_named(path, manifest, data or {}, config.data)
-    if trains and not weights_only(manifest):
+    if trains and not manifest.weights_only:
         provenance.check(path, manifest, data or {}, config, base)
     return manifest
 
 
-def is_base(manifest: dict[str, Any], config: Config) -> bool:
+def is_base(manifest: Manifest, config: Config) -> bool:
     """Whether a checkpoint has the weights beside which a config trains adapters, and no adapters."""
-    return config.model.lora_rank is not None and manifest["config"]["model"].get("lora_rank") is None
+    return config.model.lora_rank is not None and manifest.config["model"].get("lora_rank") is None
 
 
-def as_begun(manifest: dict[str, Any], config: Config) -> dict[str, Any]:
+def as_begun(manifest: Manifest, config: Config) -> Manifest:
     """The manifest of a checkpoint, as far as the config's run goes on with it: of a base model it takes the
     weights alone, and begins at step 0."""
     if not is_base(manifest, config):
         return manifest
-    return {**manifest, **dict.fromkeys(("step", "updates", "samples", "tokens", "skipped"), 0),
-            "loss_scaler": {}, "waiting": None, "wandb_id": None, "weights_only": True}
+    return replace(manifest, step=0, updates=0, samples=0, tokens=0, skipped=0, loss_scaler={}, waiting=None,
+                   wandb_id=None, weights_only=True)
 
 
 def _adapters(model: dict[str, Any]) -> dict[str, Any]:
@@ -182,11 +182,11 @@ def _adapters(model: dict[str, Any]) -> dict[str, Any]:
             "lora_targets": sorted(("q_proj", "v_proj") if targets is None else targets)}
 
 
-def _check_files(path: Path, manifest: dict[str, Any]) -> None:
+def _check_files(path: Path, manifest: Manifest) -> None:
     """Unusable where a file is missing, or the index has another size. (The size of another file is checked
     by the ranks that open it, read.py: there may be thousands, and rank 0 looks once at the folder.)"""
-    sizes = {name: size for name, (size, *_) in manifest["files"].items()}
-    sizes[INDEX] = sum(entry["size"] for entry in manifest["parameters"].values())
+    sizes = {name: entry.size for name, entry in manifest.files.items()}
+    sizes[INDEX] = sum(entry.size for entry in manifest.parameters.values())
     try:
         listed = set(os.listdir(path)) - {INDEX}
     except OSError:
@@ -208,27 +208,27 @@ def begun(config: Config) -> list[str]:
         "begin with threed import, or name the base model's checkpoint with train.resume=PATH"]
 
 
-def notes(path: Path, manifest: dict[str, Any], data: dict[str, Any], config: Config) -> list[str]:
+def notes(path: Path, manifest: Manifest, data: dict[str, Any], config: Config) -> list[str]:
     """A line for each thing that the resumed run does otherwise than the run that saved. `data`: the identity
     of its data."""
     if is_base(manifest, config):
         return [f"{path.name} has no adapters: they begin anew, at step 0, with a fresh optimizer and "
-                "schedule, and its weights are frozen", *beyond(manifest, config.model.seq_len),
+                "schedule, and its weights are frozen", *beyond(manifest.made_for, config.model.seq_len),
                 *provenance.notes(path, manifest, data, config, base=True)]
-    if weights_only(manifest):  # it comes from no run
+    if manifest.weights_only:  # it comes from no run
         anew = (["data.tokenizer=bpe is trained on the source: its tokens mean nothing to these weights"]
                 if config.data.tokenizer == "bpe" and data.get("tokenizer") else [])
         return [f"{path.name} has weights alone: the optimizer, its schedule and the data begin fresh, at "
-                f"step {manifest['step'] + 1}", *beyond(manifest, config.model.seq_len), *anew,
+                f"step {manifest.step + 1}", *beyond(manifest.made_for, config.model.seq_len), *anew,
                 *(f"{other} than that of these weights, to which its tokens mean something else"
                   for other in provenance.changes(manifest, data, config.data, base=True))]
-    return [*differences.notes(path, manifest, config), *beyond(manifest, config.model.seq_len),
+    return [*differences.notes(path, manifest, config), *beyond(manifest.made_for, config.model.seq_len),
             *provenance.notes(path, manifest, data, config)]
 
 
-def beyond(manifest: dict[str, Any], length: int) -> list[str]:
+def beyond(made_for: dict[str, int | None] | None, length: int) -> list[str]:
     """A line where sequences are longer than those for which an imported model is made."""
-    most = (manifest.get("made_for") or {}).get("tokens")
+    most = (made_for or {}).get("tokens")
     return [f"model.seq_len={length} is more than the {most} tokens for which the imported model is made: it "
             "has not seen later positions (threed import takes model.rope_theta and model.rope_scaling, by "
             "which it may learn them)"] if most is not None and length > most else []

@@ -24,7 +24,7 @@ import time
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from threed.base.errors import InputError
 from threed.base.quantity import show_bytes, show_seconds
@@ -32,14 +32,14 @@ from threed.checkpoint.format import (
     INDEX,
     LATEST,
     MANIFEST,
+    Manifest,
     Unusable,
     rank_of,
     step_of,
     sync,
-    unseal,
-    unseal_data,
 )
 from threed.checkpoint.lineage import Lineage, text_of_latest
+from threed.checkpoint.manifest import unseal, unseal_data
 from threed.checkpoint.place import Store, check_source, reason, step_of_copy
 from threed.checkpoint.shard_file import Parts, check
 
@@ -49,12 +49,12 @@ ASIDE = ".fetched.tmp"  # `save.tidy` removes what a killed run leaves
 # ---------------------------------------------------------------- sizes and checksums of a checkpoint's files
 
 
-def parts_of_index(manifest: dict[str, Any]) -> Parts:
-    entries = sorted(manifest["parameters"].values(), key=lambda entry: entry["at"])
-    return [(entry["size"], entry["crc"]) for entry in entries]
+def parts_of_index(manifest: Manifest) -> Parts:
+    entries = sorted(manifest.parameters.values(), key=lambda entry: entry.at)
+    return [(entry.size, entry.crc) for entry in entries]
 
 
-def parts_of_files(path: Path | str, manifest: dict[str, Any], index: Path) -> dict[str, Parts]:
+def parts_of_files(path: Path | str, manifest: Manifest, index: Path) -> dict[str, Parts]:
     """File name -> its parts: the head, then the tensors. Unusable where the parts do not cover the file."""
     tensors: dict[int, list[tuple[int, int, int]]] = {}
     with index.open("rb") as lines:
@@ -63,7 +63,7 @@ def parts_of_files(path: Path | str, manifest: dict[str, Any], index: Path) -> d
                 size = 4 * math.prod(shape)
                 tensors.setdefault(rank, []).extend((at, size, crc) for at, crc in pieces.values())
     files = {}
-    for name, (size, head, crc) in manifest["files"].items():
+    for name, (size, head, crc) in manifest.files.items():
         parts = [(0, head, crc), *sorted(tensors.get(rank_of(name), []))]
         ends = [at + length for at, length, _ in parts]
         if [at for at, *_ in parts] != [0, *ends[:-1]] or ends[-1] != size:
@@ -244,7 +244,7 @@ def _fetch(store: Store, name: str, folder: Path, say: Callable[[str], None]) ->
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     try:
-        say(f"fetching {whence}: {show_bytes(sum(size for size, *_ in manifest['files'].values()))}")
+        say(f"fetching {whence}: {show_bytes(manifest.bytes)}")
         _get(store, name, INDEX, parts_of_index(manifest), aside)
         parts = parts_of_files(whence, manifest, aside / INDEX)
         for file, of_file in parts.items():

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from threed.base.mesh import AXES
+from threed.checkpoint.format import Manifest
 from threed.optim.rate import learning_rate
 from threed.optim.registry import OPTIMIZERS
 from threed.schema import Config, OptimizerConfig
@@ -59,10 +60,10 @@ _NEW_TOKENS = "; the text becomes other tokens, in another order"
 _EFFECTS |= dict.fromkeys(("data.append_eod", "data.prepend_bos"), _NEW_TOKENS)
 
 
-def notes(path: Path, manifest: dict[str, Any], config: Config) -> list[str]:
+def notes(path: Path, manifest: Manifest, config: Config) -> list[str]:
     """The lines about a checkpoint that was saved by a run."""
     name, lines, together = path.name, [], []
-    for key, before, now in changed_keys(manifest["config"], config):
+    for key, before, now in changed_keys(manifest.config, config):
         text = f"{key} was {_show(before)}, is {_show(now)}"
         if key.startswith(IN_ONE_LINE):
             together.append(text)
@@ -71,20 +72,20 @@ def notes(path: Path, manifest: dict[str, Any], config: Config) -> list[str]:
     if together:
         lines.append("a step is computed otherwise, to the same result within rounding: "
                      f"{'; '.join(together)}")
-    before, now = manifest["mesh"], config.axis_sizes
+    before, now = manifest.mesh, config.axis_sizes
     if any(before.get(axis, 1) != size for axis, size in now.items()):
         lines.append(f"{name} was saved by {_mesh(before)}, and goes on on {_mesh(now)}; the global "
                      f"batch is {config.train.global_batch_size} sequences")
     lines += _of_the_rate(manifest, config)
-    head = [f"not as in {name}; from step {manifest['step'] + 1} on, the settings of this start count:"]
+    head = [f"not as in {name}; from step {manifest.step + 1} on, the settings of this start count:"]
     return head + lines if lines else []
 
 
-def tokens_seen(manifest: dict[str, Any]) -> int:
-    """The tokens of a run so far, by the manifest of its checkpoint ({}: none). An older one knows samples
+def tokens_seen(manifest: Manifest) -> int:
+    """The tokens of a run so far, by the manifest of its checkpoint. An older one knows samples
     alone, which then had one length."""
-    length = manifest.get("config", {}).get("model", {}).get("seq_len", 1)
-    return manifest.get("tokens", manifest.get("samples", 0) * length)
+    length = manifest.config.get("model", {}).get("seq_len", 1)
+    return manifest.samples * length if manifest.tokens is None else manifest.tokens
 
 
 def changed_keys(theirs: dict[str, Any], config: Config) -> list[tuple[str, Any, Any]]:
@@ -101,10 +102,10 @@ def changed_keys(theirs: dict[str, Any], config: Config) -> list[tuple[str, Any,
     return found
 
 
-def _effect(key: str, manifest: dict[str, Any], config: Config) -> str:
+def _effect(key: str, manifest: Manifest, config: Config) -> str:
     """What becomes of the checkpoint's state by another value of a key; "" where that is plain."""
     if key == "optimizer.name":
-        return _of_the_optimizer(manifest["config"].get("optimizer", {}).get("name"), config)
+        return _of_the_optimizer(manifest.config.get("optimizer", {}).get("name"), config)
     if key == "precision.dtype":
         return ("; weights and the optimizer's state are fp32 in a checkpoint"
                 f"{_of_the_scale(manifest, config)}")
@@ -113,7 +114,7 @@ def _effect(key: str, manifest: dict[str, Any], config: Config) -> str:
     if key == "precision.master" and config.precision.master == "none":
         return f"; fp32 weights are rounded to {config.precision.dtype}"
     if key == "train.global_batch_size":
-        return f"; the run has seen {manifest['samples']} sequences, and goes on with the next"
+        return f"; the run has seen {manifest.samples} sequences, and goes on with the next"
     if key == "model.seq_len":
         return f"{_WINDOWS}; the run has seen {tokens_seen(manifest)} tokens"
     return _EFFECTS.get(key, "")
@@ -127,8 +128,8 @@ def _of_the_optimizer(before: str | None, config: Config) -> str:
     return f"; {', '.join(parts)}" if parts else ""
 
 
-def _of_the_scale(manifest: dict[str, Any], config: Config) -> str:
-    saved, dynamic = manifest["loss_scaler"].get("scale"), config.loss_scale is None
+def _of_the_scale(manifest: Manifest, config: Config) -> str:
+    saved, dynamic = manifest.loss_scaler.get("scale"), config.loss_scale is None
     if dynamic:
         return (f"; the dynamic loss scale goes on at {saved:g}" if saved is not None else
                 f"; the dynamic loss scale begins at precision.initial_loss_scale="
@@ -136,15 +137,15 @@ def _of_the_scale(manifest: dict[str, Any], config: Config) -> str:
     return f"; the loss scale is {config.loss_scale:g}" if saved is not None or config.loss_scale != 1 else ""
 
 
-def _of_the_rate(manifest: dict[str, Any], config: Config) -> list[str]:
+def _of_the_rate(manifest: Manifest, config: Config) -> list[str]:
     """How the learning rate of the next step differs from what it would have been, and why, where the
     schedule follows from the number of steps."""
-    theirs, mine, done = manifest["config"], config.optimizer, manifest["updates"]
+    theirs, mine, done = manifest.config, config.optimizer, manifest.updates
     known, given = asdict(OptimizerConfig()), theirs.get("optimizer", {})
     old = OptimizerConfig(**{key: given.get(key, usual) for key, usual in known.items()})
     steps, now_steps = theirs.get("train", {}).get("steps", config.train.steps), config.train.steps
     would, now = learning_rate(old, done, steps), learning_rate(mine, done, now_steps)
-    lines, step = [], manifest["step"]
+    lines, step = [], manifest.step
     if not math.isclose(would, now, rel_tol=1e-6):
         last = f"{learning_rate(old, done - 1, steps):.2e} in step {step}" if done else f"{would:.2e}"
         lines.append(f"the learning rate goes from {last} to {now:.2e} in step {step + 1}"

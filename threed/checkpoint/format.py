@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import json
 import os
 import re
@@ -36,7 +35,6 @@ from typing import Any, NamedTuple, TypeVar
 from threed.base.errors import InputError
 from threed.schema import Config
 
-FORMAT = 2
 PATIENCE_S = 30.0  # how long a network file system may take to show what another host has written
 MANIFEST, INDEX, LATEST = "manifest.json", "index.jsonl", "latest"
 _NAME = re.compile(r"step-\d{8,}")
@@ -50,6 +48,58 @@ class Unusable(InputError):
     def __init__(self, path: Path | str, what: str):
         super().__init__(f"checkpoint {path} {what}; {_OTHER}")
         self.what = what
+
+
+class IndexEntry(NamedTuple):
+    """Where a parameter is in a checkpoint, by its manifest."""
+
+    at: int  # first byte of its line in the index
+    size: int  # bytes of the line
+    crc: int  # CRC-32 of the line
+    sums: dict[str, str]  # kind -> checksum of the whole tensor, 16 hexadecimal digits
+
+
+class FileEntry(NamedTuple):
+    """A rank's file, by a manifest."""
+
+    size: int  # bytes
+    header: int  # bytes of its header
+    crc: int  # CRC-32 of the header
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint says of itself (`manifest.unseal` reads and checks it). A run that begins without one
+    has the defaults."""
+
+    step: int = 0
+    updates: int = 0  # steps that were not skipped
+    samples: int = 0  # of the training split, so far
+    tokens: int | None = None  # of them; None: an older version has not counted them
+    skipped: int = 0
+    loss_scaler: dict[str, float] = field(default_factory=dict)
+    waiting: dict[str, float] | None = None  # of earlier versions: gradients that the next step was to apply
+    data: dict[str, Any] | None = None  # identity of the data (data/identity); None: not known
+    made_for: dict[str, int | None] | None = None  # of an import: `tokens` of a sequence, and a `window`
+    wandb_id: str | None = None
+    weights_only: bool = False  # an import: an optimizer begins fresh
+    lineage: str = ""  # its name
+    ancestors: tuple[tuple[str, int], ...] = ()  # lineages that it went on from, each with their last step
+    mesh: dict[str, Any] = field(default_factory=dict)  # axis -> ranks along it; `order`: of the axes
+    config: dict[str, dict[str, Any]] = field(default_factory=dict)  # section -> its keys
+    parameters: dict[str, IndexEntry] = field(default_factory=dict)
+    files: dict[str, FileEntry] = field(default_factory=dict)
+    checksum: str = ""  # of the file
+
+    @property
+    def tokenizer(self) -> str | None:
+        """The digest of the tokenizer with which it was trained; None: not known, or none."""
+        return (self.data or {}).get("tokenizer")
+
+    @property
+    def bytes(self) -> int:
+        """Of all files of ranks."""
+        return sum(entry.size for entry in self.files.values())
 
 
 class Stored(NamedTuple):
@@ -154,9 +204,8 @@ def patiently(read: Callable[[], T]) -> T:
 # ---------------------------------------------------------------- the index and the manifest
 
 
-def index_of(reports: list[Report]) -> tuple[bytes, dict[str, Any]]:
-    """The index's content, and the manifest's entry for each parameter: the place and the CRC-32 of its line,
-    and its checksums by kind."""
+def index_of(reports: list[Report]) -> tuple[bytes, dict[str, IndexEntry]]:
+    """The index's content, and the manifest's entry for each parameter."""
     shapes: dict[str, tuple[int, ...]] = {}
     boxes: dict[str, list[str]] = {}
     sums: dict[str, dict[str, int]] = {}
@@ -173,136 +222,35 @@ def index_of(reports: list[Report]) -> tuple[bytes, dict[str, Any]]:
         parts = ", ".join(boxes[name])
         text = f'"name": {json.dumps(name)}, "shape": {list(shapes[name])}, "boxes": [{parts}]'
         line = f"{{{text}}}\n".encode()
-        parameters[name] = {"at": at, "size": len(line), "crc": zlib.crc32(line),
-                            "sums": {kind: f"{value:016x}" for kind, value in sorted(sums[name].items())}}
+        parameters[name] = IndexEntry(at, len(line), zlib.crc32(line), {
+            kind: f"{value:016x}" for kind, value in sorted(sums[name].items())})
         lines.append(line)
         at += len(line)
     return b"".join(lines), parameters
 
 
-def read_line(path: Path, manifest: dict[str, Any], name: str) -> list[Stored]:
+def read_line(path: Path, manifest: Manifest, name: str) -> list[Stored]:
     """The boxes of a parameter."""
-    entry = manifest["parameters"].get(name)
+    entry = manifest.parameters.get(name)
     if entry is None:
         raise Unusable(path, f"is incomplete: it has no parameter {name}")
     try:
-        with patiently(lambda: _regular(path / INDEX).open("rb")) as file:
-            line = os.pread(file.fileno(), entry["size"], entry["at"])
+        with patiently(lambda: regular(path / INDEX).open("rb")) as file:
+            line = os.pread(file.fileno(), entry.size, entry.at)
     except OSError as error:
         raise Unusable(path, f"cannot be read: {INDEX}: {error.strerror}") from None
-    if zlib.crc32(line) != entry["crc"]:
+    if zlib.crc32(line) != entry.crc:
         raise Unusable(path,
                        f"is damaged: {INDEX}, the line of {name}, does not have the checksum of its manifest")
     return [Stored(rank, tuple(offset), tuple(shape), {kind: (at, crc) for kind, (at, crc) in pieces.items()})
             for rank, offset, shape, pieces in json.loads(line)["boxes"]]
 
 
-def seal(manifest: dict[str, Any]) -> str:
-    """The manifest's text, with its checksum as the last key."""
-    return json.dumps({**manifest, "checksum": _digest(manifest)}, indent=1)
-
-
-def unseal(path: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint. Unusable where it is not as it was written; InputError for another
-    format."""
-    try:
-        data = _regular(path / MANIFEST).read_bytes()
-    except OSError as error:
-        raise Unusable(path, f"cannot be used: {MANIFEST} cannot be read ({error.strerror})") from None
-    return unseal_data(path, data)
-
-
-def unseal_data(path: Path | str, data: bytes) -> dict[str, Any]:
-    """`unseal` of the file's content. `path`: the checkpoint, for messages."""
-    try:
-        manifest = json.loads(data)
-        if not isinstance(manifest, dict):
-            raise ValueError("it is not a JSON object")
-        checksum = manifest.pop("checksum", None)
-    except (ValueError, RecursionError) as error:
-        raise Unusable(path, f"is damaged: {MANIFEST} cannot be read ({error})") from None
-    whole = checksum == _digest(manifest)
-    if manifest.get("format") != FORMAT and (whole or checksum is None):  # format 1 had no checksum
-        raise InputError(f"checkpoint {path} has format {manifest.get('format')}; this version of threed "
-                         f"reads format {FORMAT}: go on with the version that wrote it")
-    if not whole:
-        raise Unusable(path, f"is damaged: {MANIFEST} does not have its own checksum: it was changed after "
-                             "it was written")
-    if strange := [key for key, fits in _KEYS.items() if not fits(manifest.get(key))]:
-        raise Unusable(path,
-                       f"cannot be used: {MANIFEST} has no {', '.join(strange)} that this version knows")
-    return {**manifest, "checksum": checksum}
-
-
-def weights_only(manifest: dict[str, Any]) -> bool:
-    """Whether a checkpoint has weights and no state of an optimizer, which then begins fresh: an import."""
-    return manifest.get("weights_only") is True
-
-
-def _count(value: Any) -> bool:
-    return isinstance(value, int) and value >= 0
-
-
-def _number(value: Any) -> bool:
-    return isinstance(value, int | float)
-
-
-def _object(value: Any) -> bool:
-    return isinstance(value, dict)
-
-
-def _has(**fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """A check for an object that has at least these keys, with values that fit."""
-    return lambda value: isinstance(value, dict) and all(key in value and fits_value(value[key])
-                                                         for key, fits_value in fits.items())
-
-
-def _each(fits: Callable[[Any], bool],
-          named: Callable[[str], bool] = lambda name: True) -> Callable[[Any], bool]:
-    """A check for an object of which all names and values fit."""
-    return lambda value: isinstance(value, dict) and all(named(key) and fits(each)
-                                                         for key, each in value.items())
-
-
-def _lineage(value: Any) -> bool:
-    return (isinstance(value, list) and [type(each) for each in value] == [str, list]
-            and all(isinstance(each, list) and [type(part) for part in each] == [str, int]
-                    for each in value[1]))
-
-
-def _mesh(value: Any) -> bool:
-    """Axis -> number of ranks along it, for one axis at least, and the order of the axes."""
-    sizes = [size for axis, size in value.items() if axis != "order"] if isinstance(value, dict) else []
-    return bool(sizes) and all(_count(size) and size > 0 for size in sizes)
-
-
-_WAITING = _has(loss=_number, grad_norm=_number, scale=_number, finite=_number, loss_scale=_number)
-
-# What a manifest must hold, whoever wrote it. A file must have a rank's name, so that no file outside the
-# checkpoint's folder is read.
-_KEYS: dict[str, Callable[[Any], bool]] = {
-    **dict.fromkeys(("step", "updates", "samples", "skipped"), _count),
-    "loss_scaler": lambda value: value == {} or _has(scale=_number, good=_number, left=_number)(value),
-    "waiting": lambda value: value is None or (_WAITING(value) and len(value) == 5),
-    "lineage": _lineage,
-    "mesh": _mesh,
-    "data": lambda value: value is None or _object(value),  # older checkpoints do not know it
-    "config": lambda value: _has(model=_object)(value) and _each(_object)(value),
-    "parameters": _each(_has(at=_count, size=_count, crc=_count, sums=_object)),
-    "files": _each(lambda value: isinstance(value, list) and len(value) == 3 and all(map(_count, value)),
-                   named=lambda name: rank_of(name) >= 0),
-}
-
-
-def _regular(path: Path) -> Path:
+def regular(path: Path) -> Path:
     """The path, if it is a regular file: to open a pipe could block for ever."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise OSError(errno.EINVAL, "it is not a regular file")
     return path
-
-
-def _digest(manifest: dict[str, Any]) -> str:
-    return hashlib.blake2b(json.dumps(manifest).encode(), digest_size=16).hexdigest()
 
 
 # ---------------------------------------------------------------- files

@@ -16,12 +16,13 @@ import uuid
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from threed.base.address import is_store
 from threed.base.errors import InputError
 from threed.checkpoint.format import (
     LATEST,
+    Manifest,
     checkpoints,
     checkpoints_in,
     folder,
@@ -29,8 +30,8 @@ from threed.checkpoint.format import (
     replace_text,
     step_of,
     sync,
-    unseal,
 )
+from threed.checkpoint.manifest import unseal
 from threed.comm import environment
 from threed.schema import Config
 
@@ -50,18 +51,17 @@ class Lineage(NamedTuple):
         return name is None or self.has(name, step)
 
     @classmethod
-    def of(cls, manifest: dict[str, Any]) -> Lineage:
-        name, ancestors = manifest["lineage"]
-        return cls(name, tuple((ancestor, last) for ancestor, last in ancestors))
+    def of(cls, manifest: Manifest) -> Lineage:
+        return cls(manifest.lineage, manifest.ancestors)
 
     @classmethod
-    def new(cls, config: Config, manifest: dict[str, Any] | None = None) -> Lineage:
+    def new(cls, config: Config, manifest: Manifest | None = None) -> Lineage:
         """A lineage that begins now, from nothing or from a checkpoint. Later checkpoints of the older
         lineage are not part of it."""
         parent = ()
         if manifest is not None:
             before = cls.of(manifest)
-            parent = (*before.ancestors, (before.name, manifest["step"]))
+            parent = (*before.ancestors, (before.name, manifest.step))
         return cls(f"{_start(config)}{uuid.uuid4().hex[:8]}", parent)
 
     def goes_on(self, config: Config) -> bool:
@@ -136,7 +136,7 @@ def text_of_latest(named: str, lineage: Lineage) -> str:
 def owner(path: Path) -> str | None:
     """The name of a checkpoint's lineage; None where its manifest cannot be used."""
     try:
-        return unseal(path)["lineage"][0]
+        return unseal(path).lineage
     except InputError:
         return None
 
@@ -148,7 +148,7 @@ def own(config: Config, lineage: Lineage, last: int,
     paths = []
     for path in checkpoints(config):
         try:
-            name = unseal(path)["lineage"][0] if step_of(path) <= last else None
+            name = unseal(path).lineage if step_of(path) <= last else None
         except InputError as error:
             unknown(path, str(error))
             continue

@@ -32,8 +32,9 @@ from threed.base.quantity import round_up, show_bytes
 from threed.checkpoint.box_reader import BoxReader
 from threed.checkpoint.boxes import Box, boxes
 from threed.checkpoint.choose import as_begun, begun, candidates, is_base, notes, read_manifest
-from threed.checkpoint.format import Unusable, patiently, unseal, weights_only
+from threed.checkpoint.format import Manifest, Unusable, patiently
 from threed.checkpoint.lineage import Lineage
+from threed.checkpoint.manifest import unseal
 from threed.checkpoint.proof import MASK, checksum
 from threed.comm.group import Comm
 from threed.comm.lanes import in_order
@@ -52,7 +53,7 @@ class Resumed(NamedTuple):
     """Where a run goes on, the same on all ranks."""
 
     path: Path | None  # the checkpoint; None: from the start
-    manifest: dict[str, Any]
+    manifest: Manifest
     lineage: Lineage
     notes: list[str]  # for the run's output
     data: dict[str, Any]  # the identity of what the run is trained on (data/identity), known to rank 0
@@ -73,8 +74,7 @@ def resume(config: Config, zero: ZeroRun, say: Callable[[str], None] = lambda li
         path, lineage, may_fall_back = choice
         manifest, problem = _read_manifest(path, config, zero, data, say)
         if problem is None:
-            size = sum(size for size, *_ in manifest["files"].values())
-            say(f"reading {path}: {show_bytes(size)}, all ranks together")
+            say(f"reading {path}: {show_bytes(manifest.bytes)}, all ranks together")
             manifest = as_begun(manifest, config)
             problem = _load(path, manifest, zero, say)
         if problem is None:
@@ -89,7 +89,7 @@ def resume(config: Config, zero: ZeroRun, say: Callable[[str], None] = lambda li
         raise InputError(f"none of the checkpoints can be used:\n  {reasons}\nrepair one, name one with "
                          "train.resume=PATH, or begin anew in another run.dir, or here with "
                          "train.resume=never")
-    return Resumed(None, {}, comm.broadcast(Lineage.new(config)), begun(config), data)
+    return Resumed(None, Manifest(), comm.broadcast(Lineage.new(config)), begun(config), data)
 
 
 class Reading(NamedTuple):
@@ -158,27 +158,28 @@ def _first(problems: list[str | None]) -> str | None:
 
 
 def _read_manifest(path: Path, config: Config, zero: ZeroRun, data: dict[str, Any],
-                   say: Callable[[str], None]) -> tuple[dict[str, Any], str | None]:
+                   say: Callable[[str], None]) -> tuple[Manifest, str | None]:
     """The manifest, read by rank 0 and then by all ranks; or why it cannot be used, the same on all ranks."""
     comm, begun_s = zero.comm, [time.monotonic()]
     reading = Reading(f"{path}/manifest.json", config.run.timeout_s, lambda: begun_s[-1], threading.Event(),
                       say)
 
-    def choose() -> tuple[dict[str, Any], str | None]:
+    def choose() -> tuple[Manifest, str | None]:
         try:
-            return (read_manifest(path, config, zero.table.trains, data) if comm.rank == 0 else {}), None
+            reads = comm.rank == 0
+            return (read_manifest(path, config, zero.table.trains, data) if reads else Manifest()), None
         except Unusable as error:
-            return {}, error.what
+            return Manifest(), error.what
         except InputError:  # no other checkpoint would do
             raise
         except _MALFORMED as error:
             reason = f"its manifest is not as threed writes it ({type(error).__name__}: {error})"
-            return {}, f"cannot be used: {reason}"
+            return Manifest(), f"cannot be used: {reason}"
 
     manifest, problem = _together(comm, choose, reading)
-    checksum_, problem = comm.broadcast((manifest.get("checksum"), problem))
+    checksum_, problem = comm.broadcast((manifest.checksum, problem))
     if problem is not None:
-        return {}, problem
+        return Manifest(), problem
     begun_s.append(time.monotonic())
     manifest, blind = _together(comm, lambda: _confirm(path, checksum_) if comm.rank else (manifest, None),
                                 reading)
@@ -188,34 +189,34 @@ def _read_manifest(path: Path, config: Config, zero: ZeroRun, data: dict[str, An
     return manifest, None
 
 
-def _confirm(path: Path, checksum_: str) -> tuple[dict[str, Any], str | None]:
+def _confirm(path: Path, checksum_: str) -> tuple[Manifest, str | None]:
     """The manifest as this rank sees it, if it is the one that rank 0 sees."""
-    def same() -> dict[str, Any]:
+    def same() -> Manifest:
         manifest = unseal(path)
-        if manifest["checksum"] != checksum_:
+        if manifest.checksum != checksum_:
             raise InputError("it sees another manifest.json")
         return manifest
 
     try:
         return patiently(same), None
     except InputError as error:
-        return {}, (f"{socket.gethostname()} does not see {path} as rank 0 does ({error}): run.dir must be "
-                    "on a file system that all hosts share")
+        return Manifest(), (f"{socket.gethostname()} does not see {path} as rank 0 does ({error}): run.dir "
+                            "must be on a file system that all hosts share")
 
 
-def _load(path: Path, manifest: dict[str, Any], zero: ZeroRun, say: Callable[[str], None]) -> str | None:
+def _load(path: Path, manifest: Manifest, zero: ZeroRun, say: Callable[[str], None]) -> str | None:
     """Read the checkpoint and check the result. The first problem of any rank, the same on all ranks."""
     comm, reader = zero.comm, BoxReader(path, manifest)
     reading = Reading(str(path), zero.config.run.timeout_s, lambda: reader.last_s, reader.stop, say)
     problem = _first(comm.exchange(_together(comm, lambda: _read(reader, manifest, zero), reading)))
     if problem is None:
         problem = _first(comm.exchange(_prove(manifest, zero, reader.rounded)))
-    zero.step_number, zero.updates = manifest["step"], manifest["updates"]
-    zero.scaler.restore(manifest["loss_scaler"])
+    zero.step_number, zero.updates = manifest.step, manifest.updates
+    zero.scaler.restore(manifest.loss_scaler)
     return problem
 
 
-def _read(reader: BoxReader, manifest: dict[str, Any], zero: ZeroRun) -> str | None:
+def _read(reader: BoxReader, manifest: Manifest, zero: ZeroRun) -> str | None:
     """Read this rank's part of a checkpoint. Why the checkpoint cannot be used, if this rank is among the
     first to notice: then the others stop."""
     problem, place, padded = None, zero.comm.here.on, _padded_otherwise(manifest, zero)
@@ -229,7 +230,7 @@ def _read(reader: BoxReader, manifest: dict[str, Any], zero: ZeroRun) -> str | N
             for box in boxes(state.part.layout, place, *state.part.owned):
                 part = slice(box.start - state.part.owned[0], box.stop - state.part.owned[0])
                 for kind, whole in state.kept().items():
-                    if kind != "param" and weights_only(manifest):
+                    if kind != "param" and manifest.weights_only:
                         whole[part].zero_()
                     else:
                         _read_box(reader, kind, box, padded.get(box.name), whole[part].view(box.shape))
@@ -253,9 +254,9 @@ class Padded(NamedTuple):
     difference: int  # of its checksum from the checkpoint's: padding is zero
 
 
-def _padded_otherwise(manifest: dict[str, Any], zero: ZeroRun) -> dict[str, Padded]:
+def _padded_otherwise(manifest: Manifest, zero: ZeroRun) -> dict[str, Padded]:
     """Parameters whose vocabulary is padded to another multiple here than in the checkpoint."""
-    model, found = {**asdict(ModelConfig()), **manifest["config"]["model"]}, {}
+    model, found = {**asdict(ModelConfig()), **manifest.config["model"]}, {}
     before = round_up(model["vocab"], model["vocab_multiple"])
     everything = (placed.parameter for state in zero.states.values() for placed in state.part.layout.placed)
     for parameter in everything:
@@ -277,7 +278,7 @@ def _read_box(reader: BoxReader, kind: str, box: Box, padded: Padded | None, int
         reader.read(kind, replace(box, shape=(rows, *box.shape[1:])), into[:rows])
 
 
-def _prove(manifest: dict[str, Any], zero: ZeroRun, rounded: dict[tuple[str, str], int]) -> str | None:
+def _prove(manifest: Manifest, zero: ZeroRun, rounded: dict[tuple[str, str], int]) -> str | None:
     """Compare checksums of whole tensors, as they are in memory now and summed over the ranks that share
     each, with the manifest's. The first problem. Every copy is checked: those of other shard groups, of other
     tp ranks, of both ends of a tie. `rounded`: by how much checksums of 16-bit weights are smaller than those
@@ -288,7 +289,7 @@ def _prove(manifest: dict[str, Any], zero: ZeroRun, rounded: dict[tuple[str, str
     sums, problem = _together(comm, lambda: _sums(zero, rounded))
     kept = {(name, kind) for state in zero.states.values() for kind in state.kept()
             for name in (placed.parameter.name for placed in state.part.layout.placed)
-            if name in manifest["parameters"]}
+            if name in manifest.parameters}
     # All parameters of the position, in an order that all ranks share: a rank may have no part of some.
     everything = [placed.parameter for state in zero.states.values() for placed in state.part.layout.placed]
     names = sorted({parameter.name for parameter in everything})
@@ -308,10 +309,10 @@ def _prove(manifest: dict[str, Any], zero: ZeroRun, rounded: dict[tuple[str, str
         total = torch.where(cut, over, total)
     for name, values in zip(names, total.view(-1, len(kinds)).tolist(), strict=True):
         for kind, value in zip(kinds, values, strict=True):
-            if (name, kind) not in kept or (kind != "param" and weights_only(manifest)):
+            if (name, kind) not in kept or (kind != "param" and manifest.weights_only):
                 continue
             value -= padded[name].difference if name in padded else 0
-            if f"{value & MASK:016x}" != manifest["parameters"][name]["sums"].get(kind):
+            if f"{value & MASK:016x}" != manifest.parameters[name].sums.get(kind):
                 return (f"is damaged: {kind} {name}, as rank {comm.rank} on {socket.gethostname()} and those "
                         "who share it have it in memory, does not have the checksum of its manifest")
     return problem

@@ -20,9 +20,9 @@ from threed.checkpoint.format import (
     replace_text,
     step_of,
     sync,
-    unseal_data,
 )
 from threed.checkpoint.lineage import parse_latest
+from threed.checkpoint.manifest import unseal_data
 from threed.checkpoint.shard_file import Parts, check
 
 # suffixes in a folder: a copy that is not complete yet, and an older copy that the new one replaces
@@ -64,7 +64,7 @@ class Store:
     def owner(self, name: str) -> str | None:
         """The name of a checkpoint's lineage; None where its manifest cannot be used."""
         try:
-            return unseal_data(self._at(name), self.read(name, MANIFEST) or b"")["lineage"][0]
+            return unseal_data(self._at(name), self.read(name, MANIFEST) or b"").lineage
         except InputError:
             return None
 

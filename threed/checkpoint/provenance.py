@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from threed.base.errors import InputError
-from threed.checkpoint.format import weights_only
+from threed.checkpoint.format import Manifest
 from threed.data.run_tokenizer import tokenizer_of
 from threed.data.sampling import IMPORTED, TOKENIZER
 from threed.schema import Config, DataConfig
@@ -23,7 +23,7 @@ MAKE_TOKENS = ("append_eod", "prepend_bos", "loss_mask", "chat_template")
 _OR_ORDER = ", or its files have other names, and so another order"
 
 
-def check(path: Path, manifest: dict[str, Any], data: dict[str, Any], config: Config,
+def check(path: Path, manifest: Manifest, data: dict[str, Any], config: Config,
           base: bool = False) -> None:
     """InputError where `data`, the identity of what the run would be trained on, are not those of the
     checkpoint, and data.on_change does not accept others. `base`: the checkpoint is the base of adapters,
@@ -31,7 +31,7 @@ def check(path: Path, manifest: dict[str, Any], data: dict[str, Any], config: Co
     found = changes(manifest, data, config.data, base)
     if not found or config.data.on_change == "accept":
         return
-    digest = manifest["data"]["tokenizer"]
+    digest = manifest.tokenizer
     kept = tokenizer_of(path.parent.parent, digest) or tokenizer_of(Path(config.run.dir), digest)
     same = f"data.tokenizer={kept}" if kept is not None else "the tokenizer.json that it was trained with"
     other = digest != data["tokenizer"]
@@ -39,23 +39,23 @@ def check(path: Path, manifest: dict[str, Any], data: dict[str, Any], config: Co
     what = "with another tokenizer" if only else "on other data"
     give = f"give {same}" if only else "give the data that it was trained on"
     accept = f" (with {same}, tokens keep their meaning)" if other and not only else ""
-    step = 1 if base else manifest["step"] + 1
+    step = 1 if base else manifest.step + 1
     raise InputError(f"checkpoint {path} was trained {what}: {'; '.join(found)}. To go on as it was, {give}; "
                      f"to go on with what is given now, from step {step} on, set "
                      f"data.on_change=accept{accept}; or begin anew in another run.dir")
 
 
-def check_named(path: Path, manifest: dict[str, Any], data: dict[str, Any], now: DataConfig) -> None:
+def check_named(path: Path, manifest: Manifest, data: dict[str, Any], now: DataConfig) -> None:
     """InputError where a run begins with weights that it has not trained, those of an import or of a base of
     adapters, with a source or a tokenizer by default: these would be other tokens to them. (Data that are
     tokens already need no tokenizer.)"""
-    theirs = {} if weights_only(manifest) else {**dataclasses.asdict(DataConfig()),
-                                                **manifest["config"].get("data", {})}
+    theirs = {} if manifest.weights_only else {**dataclasses.asdict(DataConfig()),
+                                                **manifest.config.get("data", {})}
     left = [key for key in now.left_out if theirs.get(key) != getattr(now, key)
             and data.get({"tokenizer": "tokenizer", "source": "sources"}[key])]
     give = []
     if "tokenizer" in left:
-        digest = (manifest.get("data") or {}).get("tokenizer")
+        digest = manifest.tokenizer
         kept = tokenizer_of(path.parent.parent, digest) or imported(path)
         give = [f"data.tokenizer={kept}, which is that of these weights" if kept is not None else
                 "data.tokenizer=PATH, the tokenizer.json with which these weights were trained (bpe trains a "
@@ -73,26 +73,26 @@ def imported(path: Path) -> Path | None:
     return next((file for file in places if file.is_file()), None)
 
 
-def notes(path: Path, manifest: dict[str, Any], data: dict[str, Any], config: Config,
+def notes(path: Path, manifest: Manifest, data: dict[str, Any], config: Config,
           base: bool = False) -> list[str]:
     """A line about data that are not those of the checkpoint, or of which that is not known. `base`: as of
     `check`."""
-    if data and not manifest.get("data") and not base:
+    if data and not manifest.data and not base:
         return [f"{path.name} does not say which data it was trained on: they are not compared"]
     if not (found := changes(manifest, data, config.data, base)):
         return []
-    return [f"data.on_change=accept: from step {manifest['step'] + 1} on the run has others than {path.name} "
+    return [f"data.on_change=accept: from step {manifest.step + 1} on the run has others than {path.name} "
             f"was trained on: {'; '.join(found)}"]
 
 
-def changes(manifest: dict[str, Any], data: dict[str, Any], now: DataConfig,
+def changes(manifest: Manifest, data: dict[str, Any], now: DataConfig,
             base: bool = False) -> list[str]:
     """What is other about the data and the tokenizer than a checkpoint's manifest says, a text each; [] where
     nothing is, or one of them is not known. `base`: as of `check`."""
-    before = manifest.get("data") or {}
+    before = manifest.data or {}
     if not before or not data:
         return []
-    theirs = {**dataclasses.asdict(DataConfig()), **manifest["config"].get("data", {})}
+    theirs = {**dataclasses.asdict(DataConfig()), **manifest.config.get("data", {})}
     first, second = before["tokenizer"], data["tokenizer"]
     retrained, found = not base and theirs["tokenizer"] == now.tokenizer == "bpe", []
     other = first is not None and second is not None and first != second

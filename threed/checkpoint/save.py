@@ -31,10 +31,10 @@ import torch
 
 from threed.checkpoint.boxes import boxes
 from threed.checkpoint.format import (
-    FORMAT,
     INDEX,
     LATEST,
     MANIFEST,
+    FileEntry,
     Report,
     file_name,
     folder,
@@ -42,11 +42,10 @@ from threed.checkpoint.format import (
     index_of,
     name_of,
     replace_text,
-    seal,
     sync,
-    unseal,
 )
 from threed.checkpoint.lineage import Lineage, own, write_latest
+from threed.checkpoint.manifest import FORMAT, seal, unseal
 from threed.checkpoint.shard_file import Item, write
 from threed.comm.lanes import in_order
 from threed.engine.engine import Engine
@@ -101,13 +100,9 @@ class Saver:
         self._cleared = False  # whether older checkpoints were removed to make room for this one
         self._problem = ""  # why there will be no checkpoint
         self._begun_s = 0.0
-        self._manifest: dict[str, Any] = {}
+        self._manifest: dict[str, Any] = {}  # what it is to say, but for parameters and files
+        self.step = 0  # of the checkpoint under way, or of the last one
         self._items: list[Item] = []
-
-    @property
-    def step(self) -> int:
-        """The step of the checkpoint under way, or of the last one."""
-        return self._manifest["step"]
 
     @property
     def _final(self) -> Path:
@@ -122,8 +117,9 @@ class Saver:
         assert self.stage is SaveStage.IDLE
         self._begun_s, self._cleared, self._prunes = time.monotonic(), False, True
         zero, mesh = self._engine.zero, self._comm.mesh
+        self.step = zero.step_number
         self._manifest = {
-            "format": FORMAT, "step": zero.step_number, "updates": zero.updates,
+            "format": FORMAT, "step": self.step, "updates": zero.updates,
             "loss_scaler": zero.scaler.state(),
             "waiting": None, **counters,
             "plan": self._engine.analysis.digest,
@@ -334,13 +330,14 @@ def describe(aside: Path, manifest: dict[str, Any], reports: list[Report]) -> No
     index, parameters = index_of(reports)
     (aside / INDEX).write_bytes(index)
     sync(aside / INDEX)
-    files = {file_name(rank): [report.size, *report.header]
+    files = {file_name(rank): FileEntry(report.size, *report.header)
              for rank, report in enumerate(reports) if report.size}
-    replace_text(aside / MANIFEST, seal({**manifest, "parameters": parameters, "files": files}))
-    for name, (size, *_) in files.items():
-        if (aside / name).stat().st_size != size:
-            raise OSError(f"{name} has {(aside / name).stat().st_size} bytes, and its rank wrote {size}")
-    if (aside / INDEX).read_bytes() != index or unseal(aside)["parameters"] != parameters:
+    entries = {name: entry._asdict() for name, entry in parameters.items()}
+    replace_text(aside / MANIFEST, seal({**manifest, "parameters": entries, "files": files}))
+    for name, entry in files.items():
+        if (size := (aside / name).stat().st_size) != entry.size:
+            raise OSError(f"{name} has {size} bytes, and its rank wrote {entry.size}")
+    if (aside / INDEX).read_bytes() != index or unseal(aside).parameters != parameters:
         raise OSError(f"{INDEX} or {MANIFEST} reads back otherwise than it was written")
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
 
 from threed.data.sampling import TOKENIZER
 
@@ -42,9 +41,9 @@ def tokenizer_of(run: Path, digest: str | None) -> Path | None:
     return None
 
 
-def kept_for(run: Path, manifest: dict[str, Any]) -> Path:
-    """The folder in which a run keeps the tokenizer of a checkpoint, by its manifest."""
-    file = tokenizer_of(run, (manifest.get("data") or {}).get("tokenizer"))
+def kept_for(run: Path, digest: str | None) -> Path:
+    """The folder in which a run keeps the tokenizer of a checkpoint. `digest`: as its manifest has it."""
+    file = tokenizer_of(run, digest)
     return file.parent if file is not None else run
 
 

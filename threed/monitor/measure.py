@@ -32,7 +32,8 @@ from threed.program.trace import Trace, compute_s
 from threed.schema import Config
 
 HEAD = ("step_s", "compute_s", "memory", *(f"sent_{axis}" for axis in (*AXES, *FOLDS)), "stop", "save",
-        "saving", *PARTS, *COLUMNS, *BESIDE, WAITED)
+        "saving", *PARTS, *COLUMNS)
+OF_OFFLOAD = (*BESIDE, WAITED)  # behind HEAD, where something is offloaded
 COSTED = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.STEP)
 
 # Dense 16-bit peaks of one device without sparsity, in TFLOPS, by what torch calls it (vendors' data sheets).
@@ -44,8 +45,8 @@ PEAK_TFLOPS = {"H100 PCIe": 756.0, "H100 NVL": 835.0, "H200 NVL": 835.0,
 class StepReport:
     """What all ranks reported of a step.
 
-    `rows`: [rank, number of HEAD], fp64. `sums`: [position, 2, costed op, unit], fp64: seconds and how many
-    ranks measured them.
+    `rows`: [rank, number of HEAD and OF_OFFLOAD], fp64. `sums`: [position, 2, costed op, unit], fp64: seconds
+    and how many ranks measured them.
     """
 
     def __init__(self, program: str, rows: torch.Tensor, sums: torch.Tensor):
@@ -53,7 +54,7 @@ class StepReport:
 
     def column(self, what: str) -> torch.Tensor:
         """Each rank's number, by rank."""
-        return self._rows[:, HEAD.index(what)]
+        return self._rows[:, (*HEAD, *OF_OFFLOAD).index(what)]
 
     def asked(self, what: str) -> bool:
         return bool(self.column(what).any())
@@ -133,8 +134,9 @@ class Meter:
                 *(float(size - self._sent.get(axis, 0)) for axis, size in sent.items()),
                 *map(float, asked), saving,
                 *parts(trace, program).values(),
-                *(float(getattr(self.arrivals, each)) for each in COLUMNS),
-                *beside(trace, self._lanes(trace.name)).values()]
+                *(float(getattr(self.arrivals, each)) for each in COLUMNS)]
+        if self._offloaded:
+            head += beside(trace, self._lanes(trace.name)).values()
         own = _seconds(trace, program, max(len(table.units) - 1, *table.parameters) + 1)
         sums = torch.zeros(table.num_positions, *own.shape, dtype=torch.float64)
         sums[here.position] = own

@@ -123,7 +123,7 @@ def _begin(prepared: Prepared, resumed: Resumed, log: Log | None) -> None:
     if log is None:
         return
     config = log.config
-    log.start(resumed.manifest.get("step", 0), resumed.manifest.get("wandb_id"))  # a logger may refuse
+    log.start(resumed.manifest.step, resumed.manifest.wandb_id)  # a logger may refuse
     begin_lineage(config, resumed.path, resumed.lineage)
     for line in (*save_config(config),
                  *keep_tokenizer(prepared.tokenizer, config.data, Path(config.run.dir))):

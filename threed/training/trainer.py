@@ -64,12 +64,12 @@ class Trainer:
         self.meter = Meter(self.config, engine.analysis, self.comm, engine.arrivals)
         self.verifier = Verifier(engine)
         self.checkpoints = Checkpoints(self.config, engine, watch, log, resumed, self._saved)
-        self.skipped = Skipped(engine, self.checkpoints, self.say, resumed.manifest.get("skipped", 0))
-        self.samples: int = resumed.manifest.get("samples", 0)  # of the training split, so far
+        self.skipped = Skipped(engine, self.checkpoints, self.say, resumed.manifest.skipped)
+        self.samples: int = resumed.manifest.samples  # of the training split, so far
         self.tokens = tokens_seen(resumed.manifest)  # of them; the length of samples may change
         self.stopping = self.save_asked = False
         self.identity = resumed.data  # of the data; known to rank 0
-        self.made_for = resumed.manifest.get("made_for")  # as an import has written it
+        self.made_for = resumed.manifest.made_for  # as an import has written it
         self.begun = False  # whether this start changes anything: a step is due, and nothing has refused it
         self.deadline: Deadline | None = None  # on rank 0, where run.stop_after sets one
         if log and self.config.run.stop_after is not None:

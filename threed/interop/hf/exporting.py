@@ -54,7 +54,7 @@ def export_model(run: Path, output: Path, dtype: str | None = None, like: Path |
             kind = described.get("model_type")
             raise InputError(f"{beside}: config.json is of a {kind}, which cannot hold this model; a "
                              f"{family.model_type} can: leave --like out, or remove {beside}")
-        usual = trained.manifest["config"].get("precision", {}).get("dtype", "")
+        usual = trained.manifest.config.get("precision", {}).get("dtype", "")
         layout = _layout(family, model, kept.headers(beside), dtype, NAMES.get(usual, "F32"))
         with trained.written(output) as aside:
             say(f"{trained.path} as a {family.model_type}: {', '.join(layout.headers)}")

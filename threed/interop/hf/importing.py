@@ -24,8 +24,9 @@ from threed.base.progress import Progress
 from threed.base.quantity import show_bytes
 from threed.checkpoint.boxes import Box
 from threed.checkpoint.choose import beyond
-from threed.checkpoint.format import FORMAT, checkpoints, file_name, folder, is_name, name_of, sync
+from threed.checkpoint.format import checkpoints, file_name, folder, is_name, name_of, sync
 from threed.checkpoint.lineage import Lineage, write_latest
+from threed.checkpoint.manifest import FORMAT
 from threed.checkpoint.save import describe
 from threed.checkpoint.shard_file import Item, write
 from threed.config import load as configs
@@ -93,7 +94,7 @@ def import_model(source: Path, output: Path, overrides: list[str] | None = None,
     config = replace(config, model=without(config.model))  # adapters begin anew in the run
     found = locate(family, config.model, Files(source))
     made_for = rotary.made_for(family, described, config.model)
-    notes += beyond({"made_for": made_for}, config.model.seq_len)
+    notes += beyond(made_for, config.model.seq_len)
     if found.dropped:
         notes.append(f"dropped, since they are no weights: {', '.join(found.dropped[:3])}"
                      f"{f' and {len(found.dropped) - 3} more' if len(found.dropped) > 3 else ''}")

@@ -16,8 +16,9 @@ import torch
 from threed.base.errors import InputError
 from threed.checkpoint.box_reader import BoxReader
 from threed.checkpoint.boxes import Box
-from threed.checkpoint.format import MANIFEST, Unusable, checkpoints, folder, is_name, unseal
+from threed.checkpoint.format import MANIFEST, Unusable, checkpoints, folder, is_name
 from threed.checkpoint.lineage import read_latest
+from threed.checkpoint.manifest import unseal
 from threed.checkpoint.proof import MASK, checksum
 from threed.config import load as configs
 from threed.data.run_tokenizer import kept_for
@@ -38,9 +39,9 @@ class Trained:
         self.path = newest(run)
         self.manifest = unseal(self.path)
         # the folder of the run, or the one in it that has the tokenizer of this checkpoint
-        self.home = kept_for(run if self.path != run else run.parent.parent, self.manifest)
-        self.config = configs.of_values({"model": _known(self.manifest["config"]["model"]),
-                                         "data": self.manifest["config"].get("data", {})},
+        self.home = kept_for(run if self.path != run else run.parent.parent, self.manifest.tokenizer)
+        self.config = configs.of_values({"model": _known(self.manifest.config["model"]),
+                                         "data": self.manifest.config.get("data", {})},
                                         f"the config of {self.path}")
         self.kept = _kept(run, self.path, like)
         self._reader = BoxReader(self.path, self.manifest)
@@ -69,7 +70,7 @@ class Trained:
         total += checksum(values.view(-1), Box(name, first, size, stored, 0, parameter.axes))
         if left:
             self._unread[name] = left, total
-        elif f"{total & MASK:016x}" != self.manifest["parameters"][name]["sums"].get("param"):
+        elif f"{total & MASK:016x}" != self.manifest.parameters[name].sums.get("param"):
             raise Unusable(self.path, f"is damaged: param {name} does not have the checksum of its manifest")
         return values
 
@@ -94,7 +95,7 @@ class Trained:
 
     def summary(self, family: str, output: Path) -> dict[str, Any]:
         """What was written."""
-        return {"family": family, "checkpoint": str(self.path), "step": self.manifest["step"],
+        return {"family": family, "checkpoint": str(self.path), "step": self.manifest.step,
                 "folder": str(output), "files": sorted(each.name for each in output.iterdir()),
                 "bytes": sum(each.stat().st_size for each in output.iterdir())}
 

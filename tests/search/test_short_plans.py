@@ -6,6 +6,7 @@ import pytest
 
 import threed
 from tests.layouts import H100, QUIET, compared, full_s, held, short_s
+from threed.base.remember import remembering
 from threed.layout_search.bounds import Bounds
 from threed.layout_search.layout import Layout, config_of, schedules
 from threed.layout_search.memory_filter import MemoryFilter
@@ -18,6 +19,13 @@ from threed.prediction.hardware import Hardware
 from threed.program.instruction import Op
 from threed.schedules.orders import SCHEDULES
 from threed.schema import Config
+
+
+@pytest.fixture(autouse=True)
+def shared():
+    """What plans of one model share is computed once, as in a search."""
+    with remembering():
+        yield
 
 
 @pytest.mark.parametrize("hardware", ["h100-sxm", "a100-sxm,adapter_gbps=25"])  # computation, and traffic

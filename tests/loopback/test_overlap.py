@@ -4,11 +4,12 @@ are the same training, to the bit; and that without offload."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
 from tests.harness import EXPERTS, MICROBATCHES, SETTINGS, batches, tiny
 from tests.late import be_late
@@ -159,7 +160,29 @@ def same(runs: Sequence[list[Any]]) -> None:
     assert any(any(values) for values in first[0][1].values())
 
 
-@pytest.mark.parametrize("name", CELLS)
+# Each value of each thing that may go wrong; `make matrix` has all cells.
+FEW = {"clipped-0-cpu", "clipped-2-half", "clipped-3-disk", "evaluate-2-half", "save-3-disk", "resume-1-cpu",
+       "resume-3-both", "overflow-1-nvme", "overflow-3-both", "schedule-1f1b", "schedule-zb-v",
+       "schedule-vertical", "schedule-dualpipe-v", "experts-half", "lora", "groups", "persistent",
+       "recomputed", "untied", "bf16", "adds 2-pp", "adds 3-half", "adds overflow"}
+
+
+def some(names: Iterable[str]) -> list[Any]:
+    return [pytest.param(name, marks=[] if name in FEW else pytest.mark.slow) for name in names]
+
+
+@pytest.mark.parametrize("name", some([*CELLS, *(f"adds {name}" for name in ADDED)]))
+def test_on_gpus(name, tmp_path):
+    """At the head of a step or at its end: the same bits, and no race. (On a CPU the tests below have it,
+    with the bits of no offload, which another kernel steps on a GPU.)"""
+    if not torch.cuda.is_available():
+        pytest.skip("for GPUs, or fake ones")
+    cell = ADDED[name.removeprefix("adds ")] if name.startswith("adds ") else CELLS[name]
+    same([trained(cell.config(tmp_path / when, *cell.offload, f"offload.overlap={when}"), cell.between)
+          for when in ("next", "none")])
+
+
+@pytest.mark.parametrize("name", some(CELLS))
 def test_to_the_bit(name, tmp_path):
     """A stale weight, an update that is lost, taken twice, or taken with another step's rate, scale or
     factor."""

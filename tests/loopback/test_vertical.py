@@ -46,7 +46,8 @@ def ran_as_1f1b(case: str):
     return loopback(config("1f1b", UNTIED, *CASES[case]), 3)
 
 
-@pytest.mark.parametrize("group", ["1", pytest.param("2", marks=pytest.mark.core), "auto"])
+@pytest.mark.parametrize("group", [pytest.param("2", marks=pytest.mark.core),
+                                   *(pytest.param(each, marks=pytest.mark.slow) for each in ("1", "auto"))])
 @pytest.mark.parametrize("case", CASES)
 def test_same_bits_as_1f1b(case, group):
     """Losses, norms, gradients and weights of three steps, and the loss of an evaluation."""

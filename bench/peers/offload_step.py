@@ -1,5 +1,5 @@
-"""A training step with the optimizer on the host: threed beside DeepSpeed, ZeRO-2 in bf16, and beside DDP,
-which offloads nothing and has no fp32 weights, in the same processes."""
+"""A training step with the optimizer on the host: threed beside DeepSpeed, ZeRO-2 in bf16, in the same
+processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 
 from bench.common import TIMEOUT_S, Sizes, answer, make_config, on_ranks
 from bench.peers.turns import check, join, timed
-from bench.peers.zero_peers import DEEPSPEED, DEEPSPEED_VERSION, Step, ddp, deepspeed, threed
+from bench.peers.zero_peers import DEEPSPEED, DEEPSPEED_VERSION, Step, deepspeed, threed
 from threed.base.quantity import show_count
 from threed.comm.group import Comm
 from threed.comm.process import ProcessComm, file_store
@@ -29,7 +29,6 @@ BASE = "threed"
 NARROW = "threed, bf16 gradients"  # as DeepSpeed's are
 RESIDENT = "threed, nothing offloaded"
 PEER = "DeepSpeed"
-DDP, MOST = "DDP, nothing offloaded", 1.20  # the most of its time
 TOLERANCE = 1e-2  # of losses: DeepSpeed's fp32 weights begin as the bf16 ones
 
 
@@ -45,8 +44,7 @@ def executors(args: argparse.Namespace, comm: Comm) -> dict[str, Step]:
     config = config_of(args)
     narrow = config_of(args, "precision.grad_dtype=bf16", "precision.reduce_dtype=bf16")
     resident = dataclasses.replace(config, offload=OffloadConfig())
-    steps = {BASE: threed(config, comm), NARROW: threed(narrow, comm), RESIDENT: threed(resident, comm),
-             DDP: ddp(resident, comm)}
+    steps = {BASE: threed(config, comm), NARROW: threed(narrow, comm), RESIDENT: threed(resident, comm)}
     if DEEPSPEED is not None:
         steps[PEER] = deepspeed(config, comm, 2)
     return steps
@@ -110,9 +108,7 @@ def lines(args: argparse.Namespace, rounds: list[dict[str, Any]]) -> list[str]:
     for name in sorted(rounds[0], reverse=True):
         (ratio, cpu), step_s = ratios(name, BASE), median(seconds(name))
         out.append(f"| {name} | {1e3 * step_s:.0f} | {ratio:.3f} | {cpu:.3f} |")
-    ratio, cpu = ratios(BASE, DDP)
-    out += ["", f"`{'met   ' if ratio <= MOST else 'missed'}`  {BASE} at most {MOST:.2f} x {DDP}: "
-            f"{ratio:.3f} (processor time {cpu:.3f})", ""]
+    out.append("")
     if DEEPSPEED is None:
         return [*out, f"DeepSpeed is not there: {DEEPSPEED_VERSION}"]
     for name in (BASE, NARROW):

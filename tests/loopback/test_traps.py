@@ -240,7 +240,7 @@ KEYS: dict[str, tuple[list[str], Any, str]] = {  # key -> (where it matters, ano
     "offload.ratio": ([OFFLOADED], 0.5, "plan"),
     "offload.parameters": ([OFFLOADED, "zero.stage=3"], "cpu", "plan"),
     "offload.overlap": ([OFFLOADED], "none", "plan"),
-    "offload.gradients": ([OFFLOADED, "zero.stage=2"], "host", "plan, run"),
+    "offload.gradients": ([OFFLOADED, "zero.stage=2"], "host", "plan"),
 }
 
 

@@ -32,7 +32,7 @@ ON_CPU: dict[str, str] = {
     "test_offload.py::test_evaluation_in_between": "as above",
     "test_offload.py::test_tiers_stages_and_overlaps_are_equal_to_the_bit": "as above",
     "test_overlap.py::test_late_and_copied": "it makes threads late; what a stream does is always late here",
-    "test_overlap.py::test_the_host_adds": "bits of a CPU's update; test_on_gpus has the rest",
+    "test_overlap.py::test_the_host_adds": "bits of a CPU's update; test_next_is_none has the rest",
     "test_overlap.py::test_to_the_bit": "as above",
     "test_offload_memory.py": "it measures a CPU's memory",
     "test_own_layers.py::test_cell[odd": "its loss resizes an output, as memory of fake GPUs cannot be",

@@ -110,6 +110,15 @@ def pytest_collection_finish():
     gc.set_threshold(100_000, 10, 10)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _remembering():
+    """What plans of one model share is computed once a file: a third of the time of tests/plan."""
+    from threed.base.remember import remembering
+
+    with remembering():
+        yield
+
+
 @pytest.fixture
 def one_core(worker_id):
     """For ranks as threads. They share Python's lock, and so take turns. On several cores most of their time

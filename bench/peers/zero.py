@@ -6,6 +6,7 @@ what else the machine does hits all of them. First all train the same few steps:
 is compared.
 
     threed n         ZeRO stage n, on the engine, from a checked plan; stage 3 gathers a unit at every use
+    threed 2, host   stage 2 with optimizer state in host memory, stepped there (offload.optimizer=cpu)
     threed 3, step   stage 3, gathered once a step (zero.residency=step)
     FSDP2            fully_shard of every layer; reshard: reshard_after_forward=True; keep: False
     DeepSpeed n      ZeRO stage n, where it is installed
@@ -28,8 +29,9 @@ from threed.schema import Config
 
 BASE = "DDP"
 TARGETS = (Target("threed 0", (BASE,), 1.05), Target("threed 1", (BASE,), 1.05),
-           Target("threed 2", ("DeepSpeed 2",), 1.0), Target("threed 3", ("FSDP2, reshard",), 1.0),
-           Target("threed 3, step", ("FSDP2, keep",), 1.0), Target("threed 3", ("DeepSpeed 3",), 1.0))
+           Target("threed 2, host", (BASE,), 1.20), Target("threed 2", ("DeepSpeed 2",), 1.0),
+           Target("threed 3", ("FSDP2, reshard",), 1.0), Target("threed 3, step", ("FSDP2, keep",), 1.0),
+           Target("threed 3", ("DeepSpeed 3",), 1.0))
 
 
 def make(config: Config, comm: ProcessComm, only: Sequence[str]) -> dict[str, Step]:

@@ -30,7 +30,7 @@ from threed.models.layers.base import Layer
 from threed.models.model import layers
 from threed.planner import make_plan
 from threed.program.plan import Plan
-from threed.schema import Config
+from threed.schema import Config, OffloadConfig
 from threed.tensor.context import Batch, Context
 from threed.tensor.layers import WeightGrads
 from threed.tensor.precision import Precision
@@ -60,8 +60,9 @@ Step = Callable[[Sequence[Batch]], float]  # one optimizer step; the loss
 # ---------------------------------------------------------------- threed
 
 
-def threed(config: Config, comm: Comm, **zero: Any) -> Step:
-    config = dataclasses.replace(config, zero=dataclasses.replace(config.zero, **zero))
+def threed(config: Config, comm: Comm, offload: OffloadConfig | None = None, **zero: Any) -> Step:
+    config = dataclasses.replace(config, zero=dataclasses.replace(config.zero, **zero),
+                                 offload=offload or config.offload)
     return on_engine(config, make_plan(config), comm)
 
 
@@ -217,6 +218,7 @@ def executors() -> dict[str, Callable[[Config, Comm], Step]]:
         "FSDP2, reshard": partial(fsdp2, reshard=True),
         "FSDP2, keep": partial(fsdp2, reshard=False),
         **{f"threed {stage}": partial(threed, stage=stage) for stage in range(4)},
+        "threed 2, host": partial(threed, stage=2, offload=OffloadConfig(optimizer="cpu")),
         "threed 3, step": partial(threed, stage=3, residency="step")}
     if DEEPSPEED is not None:
         makers |= {f"DeepSpeed {stage}": partial(deepspeed, stage=stage) for stage in (1, 2, 3)}

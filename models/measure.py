@@ -19,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from threed.base.mesh import GROUPS, axes_of
 from threed.comm.group import Group, Handle
 from threed.models.layers.base import Layer, Out
+from threed.models.layers.handing import handing
 from threed.schema import ModelConfig
 from threed.spec.kernels import AttentionKernel, Kernel, Moved, Product
 from threed.spec.parameter import Cost, Parameter, Saved, Share, Traffic
@@ -148,11 +149,12 @@ class Measured:
         stream = length, share.sequences, model.hidden
         self.x = torch.randn(2, model.seq_len, share.sequences) if running else torch.randn(stream,
                                                                                             dtype=dtype)
-        self.reads = {name: torch.zeros(layer.shapes.get(name, stream),
-                                        dtype=getattr(torch, layer.without_grad[name]))
-                      if name in layer.without_grad else
-                      torch.randn(layer.shapes.get(name, stream), dtype=dtype, requires_grad=True)
-                      for name in layer.reads}
+        hands = handing(layer)
+        self.reads = {name: torch.zeros(hands.shapes.get(name, stream),
+                                        dtype=getattr(torch, hands.without_grad[name]))
+                      if name in hands.without_grad else
+                      torch.randn(hands.shapes.get(name, stream), dtype=dtype, requires_grad=True)
+                      for name in hands.reads}
         tokens = torch.randint(0, model.vocab, (share.sequences, model.seq_len + 1))
         samples = torch.arange(share.sequences)
         count = torch.tensor(tokens.numel()) if share.masked else tokens.numel()
@@ -181,7 +183,7 @@ class Measured:
         if isinstance(self.batch.num_tokens, torch.Tensor):  # one number
             shared.append(self.batch.num_tokens)
         # Until backward what it reads is a slot of its own, but for what forward uses up.
-        reads = [read for name, read in self.reads.items() if name not in self.layer.spent]
+        reads = [read for name, read in self.reads.items() if name not in handing(self.layer).spent]
         others = {_number(tensor) for tensor in (*self.weights.values(), *reads, *shared)}
         handed = {_number(tensor) for tensor in out.makes.values()}  # they are slots of their own
         kept = tuple(Saved(f"{list(tensor.shape)} {tensor.dtype}", tensor.untyped_storage().nbytes())

@@ -35,6 +35,11 @@ def adapters(model: ModelConfig) -> list[Adapter]:
     return [part for layer in layers(model) for part in every(layer) if isinstance(part, Adapter)]
 
 
+def own_parameters(layer: Layer) -> tuple[Parameter, ...]:
+    """The parameters that a layer's unit holds: all but tied ones."""
+    return tuple(parameter for parameter in layer.parameters() if not parameter.tied)
+
+
 def tied_parameters(model_layers: Iterable[Layer]) -> tuple[Parameter, ...]:
     """The parameters that the first and the last layer use and neither holds."""
     return tuple(dict.fromkeys(parameter for layer in model_layers for parameter in layer.parameters()

@@ -12,18 +12,49 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, TypeVar
+from typing import Protocol, Self, TypeVar, runtime_checkable
 
 from threed.base.errors import InputError
 from threed.base.mesh import FOLDS, axes_of
 from threed.base.quantity import BYTES, parse_bytes, show_bytes
 from threed.base.remember import remembered
-from threed.models.layers.base import Layer, Tileable
+from threed.models.layers.base import Layer, Part
+from threed.models.layers.handing import handing, makes
 from threed.models.model import layers
 from threed.schema import Config
-from threed.spec.parameter import Share, Tile
+from threed.spec.parameter import WHOLE, Parameter, Share, Tile
+
+
+@runtime_checkable
+class Tileable(Protocol):
+    """A layer, or a part of one, whose matrices can be cut into equal tiles."""
+
+    kind: str  # what it is called
+    axis: str  # of the mesh, over which its matrices are cut
+    cells: int  # the number of pieces that must stay whole
+    cell: str  # the name of such a piece
+
+    def parameters(self) -> list[Parameter]: ...
+    def tiled(self, tile: Tile) -> Self: ...
+
+
+@runtime_checkable
+class Divisible(Protocol):
+    """A layer that consists of tileable parts."""
+
+    def tileable(self) -> Sequence[Tileable]:
+        """Its parts that can be cut into tiles."""
+
+    def cut(self, limit: Limit) -> list[Layer]:
+        """The smaller layers that compute the same."""
+
 
 T = TypeVar("T", bound=Tileable)
+
+
+def tile_of(layer: Layer) -> Tile:
+    """Which tile it is of the layer that the model lists."""
+    return getattr(layer, "tile", WHOLE)
 
 
 class Limit:
@@ -32,7 +63,7 @@ class Limit:
     def __init__(self, bytes: int, share: Share):
         self.bytes, self.share = bytes, share
 
-    def size(self, part: Any) -> int:
+    def size(self, part: Part | Tileable) -> int:
         matrices = (parameter for parameter in part.parameters() if parameter.decay)
         return sum(parameter.numel * self.share.element // math.prod(map(self.share.over, parameter.axes))
                    for parameter in matrices if parameter.axes)
@@ -41,7 +72,7 @@ class Limit:
         """Cells of a part on one rank."""
         return part.cells // self.share.over(part.axis)
 
-    def fits(self, part: Any) -> bool:
+    def fits(self, part: Part | Tileable) -> bool:
         return self.size(part) <= self.bytes
 
     def count(self, part: Tileable) -> int:
@@ -50,6 +81,14 @@ class Limit:
     def tiles(self, part: T) -> list[T]:
         count = self.count(part)
         return [part] if count == 1 else [part.tiled(Tile(index, count)) for index in range(count)]
+
+    def cut(self, layer: Layer) -> list[Layer]:
+        """The layer, or the smaller layers that compute the same."""
+        if self.fits(layer):
+            return [layer]
+        if isinstance(layer, Divisible):
+            return layer.cut(self)
+        return self.tiles(layer) if isinstance(layer, Tileable) else [layer]
 
 
 def share_of(config: Config) -> Share:
@@ -72,7 +111,7 @@ def layers_of(config: Config) -> list[Layer]:
 
 
 def new_layers(config: Config) -> list[Layer]:
-    """The same, as objects that nobody else has: `Layer.build` binds weights to them."""
+    """The same, as objects that nobody else has: `Part.build` binds weights to them."""
     return [layer for cut in _cut(config) for layer in cut]
 
 
@@ -102,14 +141,14 @@ def _cut(config: Config) -> list[list[Layer]]:
         return [[layer] for layer in whole]
     limit = Limit(parse_bytes(config.model.tile_linears), share_of(config))
     _check(f"model.tile_linears={config.model.tile_linears}", limit, whole)
-    return [layer.cut(limit) for layer in whole]
+    return [limit.cut(layer) for layer in whole]
 
 
 def _check(asked: str, limit: Limit, whole: Sequence[Layer]) -> None:
-    parts = {part.kind: part for layer in whole for part in layer.tileable() if not limit.count(part)
+    parts = {part.kind: part for layer in whole for part in _tileable(layer) if not limit.count(part)
              or _tied(part)}
     for layer in whole:
-        if not layer.tileable() and not limit.fits(layer):
+        if not _tileable(layer) and not limit.fits(layer):
             raise InputError(f"{asked}: layer {layer.name} has {show_bytes(limit.size(layer))} a rank, and "
                              "cannot be cut into tiles: raise it to that, or leave it out")
     tied = next((part for part in parts.values() if _tied(part) and not limit.fits(part)), None)
@@ -123,6 +162,12 @@ def _check(asked: str, limit: Limit, whole: Sequence[Layer]) -> None:
         raise InputError(f"{asked}: {worst} has {show_bytes(limit.size(parts[worst]))} a rank, and its "
                          f"smallest tile, one {parts[worst].cell}, has {least[worst]} bytes "
                          f"({show_bytes(least[worst])}): raise it to that, or raise parallel.tp")
+
+
+def _tileable(layer: Layer) -> Sequence[Tileable]:
+    if isinstance(layer, Divisible):
+        return layer.tileable()
+    return [layer] if isinstance(layer, Tileable) else []
 
 
 def _tied(part: Tileable) -> bool:
@@ -152,12 +197,13 @@ def together(units: Sequence[Sequence[Layer]]) -> list[int]:
     """Lengths of the runs of units that must be on one stage: the tiles of a layer, and the units from the
     maker of a handed tensor to its last reader."""
     makers: dict[str, int] = {}
-    joined = [unit[0].tile.index > 0 for unit in units]  # to the unit before
+    joined = [tile_of(unit[0]).index > 0 for unit in units]  # to the unit before
     for index, unit in enumerate(units):
         for layer in unit:
-            mine = {*layer.makes(Share()), *(way.becomes for way in layer.travels.values())}
-            counts = {name for way in layer.travels.values() for name in (way.gives, way.takes)} - mine
-            for maker in (makers.get(name, index) for name in (*layer.reads, *counts)):
+            hands = handing(layer)
+            mine = {*makes(layer, Share()), *(way.becomes for way in hands.travels.values())}
+            counts = {name for way in hands.travels.values() for name in (way.gives, way.takes)} - mine
+            for maker in (makers.get(name, index) for name in (*hands.reads, *counts)):
                 joined[maker + 1:index + 1] = [True] * (index - maker)
             makers |= dict.fromkeys(mine, index)
     lengths: list[int] = []

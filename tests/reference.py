@@ -20,6 +20,7 @@ from threed.comm.process import initialized
 from threed.engine.loopback import ThreadGroup, World
 from threed.models.layers.base import Out
 from threed.models.layers.experts import Collects, Experts, ExpertsConfig, Routes, SharedExpert
+from threed.models.layers.handing import handing
 from threed.models.layers.parts import Dropout
 from threed.models.model import layers, parameters
 from threed.optim.rate import learning_rate
@@ -214,9 +215,9 @@ class Reference:
             if isinstance(layer, SharedExpert | Experts | Collects):
                 continue  # of a block that `_mixture` has computed
             out = (self._mixture(layer, x, batch) if isinstance(layer, Routes) and x is not None
-                   else layer(x, batch, **{name: given[name] for name in layer.reads}))
+                   else layer(x, batch, **{name: given[name] for name in handing(layer).reads}))
             out = out if isinstance(out, Out) else Out(out)
-            came = {way.becomes: out.makes[name] for name, way in layer.travels.items()
+            came = {way.becomes: out.makes[name] for name, way in handing(layer).travels.items()
                     if name in out.makes}  # of this one rank
             x, given = out.x, {**given, **out.makes, **came}
             loss = loss if out.loss is None else loss + out.loss

@@ -24,10 +24,10 @@ from threed.models.families import gpt, llama
 from threed.models.families.base import Family
 from threed.models.families.registry import family_of
 from threed.models.layers.attention import Attention
-from threed.models.layers.base import Layer, Logits, Out, Part
+from threed.models.layers.base import Layer, Out, Part
 from threed.models.layers.block import Block, Branch
 from threed.models.layers.embedding import Embedding
-from threed.models.layers.head import Head
+from threed.models.layers.head import Head, Logits
 from threed.models.layers.mlp import Mlp
 from threed.models.layers.parts import Column, Dropout, Held, Norm, Row, added, cut_over
 from threed.models.tiling import layers_of, share_of

@@ -20,7 +20,7 @@ from bench.peers.zero_peers import DEEPSPEED, DEEPSPEED_VERSION, Step, deepspeed
 from threed.base.quantity import show_count
 from threed.comm.group import Comm
 from threed.comm.process import ProcessComm, file_store
-from threed.models.model import layers
+from threed.models.model import layers, own_parameters
 from threed.planner import make_mesh
 from threed.schema import Config, OffloadConfig
 
@@ -93,7 +93,7 @@ def agree(losses: dict[str, list[float]]) -> None:
 def lines(args: argparse.Namespace, rounds: list[dict[str, Any]]) -> list[str]:
     """Medians over the rounds; ratios within a round."""
     config = config_of(args)
-    numel = sum(p.numel for layer in layers(config.model) for p in layer.own_parameters())
+    numel = sum(p.numel for layer in layers(config.model) for p in own_parameters(layer))
     out = [f"{show_count(numel)} parameters, {config.train.micro_batch_size} x {config.model.seq_len} tokens "
            f"a rank, {RANKS} ranks", "",
            "| executor | ms | of threed | cpu of threed |", "|---|---:|---:|---:|"]

@@ -35,7 +35,7 @@ from bench.common import (
 from bench.peers.zero_peers import DEEPSPEED, DEEPSPEED_VERSION, Step
 from threed.base.quantity import show_bytes, show_count
 from threed.comm.process import ProcessComm, file_store
-from threed.models.model import layers
+from threed.models.model import layers, own_parameters
 from threed.planner import make_mesh
 from threed.schema import Config
 
@@ -239,7 +239,7 @@ def report(result: Result) -> str:
 
 def about(args: argparse.Namespace, config: Config) -> str:
     size = sizes(args)
-    parameters = sum(p.numel for layer in layers(config.model) for p in layer.own_parameters())
+    parameters = sum(p.numel for layer in layers(config.model) for p in own_parameters(layer))
     lacks = "" if DEEPSPEED else f"; DeepSpeed {DEEPSPEED_VERSION} could not be imported"
     has = f", DeepSpeed {DEEPSPEED_VERSION}" if DEEPSPEED else ""
     return (f"{machine()}{has}; {show_count(parameters)} parameters, {size.num_microbatches} micro-batch"

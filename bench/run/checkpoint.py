@@ -30,7 +30,7 @@ from threed.checkpoint.lineage import Lineage
 from threed.checkpoint.save import Saver
 from threed.comm.process import ProcessComm, file_store
 from threed.engine.engine import Engine
-from threed.models.model import layers
+from threed.models.model import layers, own_parameters
 from threed.planner import make_mesh, make_plan
 from threed.schema import Config
 
@@ -150,7 +150,7 @@ def gather(pipes: list[Any]) -> list[Any] | None:
 
 def lines(args: argparse.Namespace, seen: dict[str, list[list[Any]]]) -> list[str]:
     """Medians over rounds of the slowest rank."""
-    numel = sum(p.numel for layer in layers(config_of(args).model) for p in layer.own_parameters())
+    numel = sum(p.numel for layer in layers(config_of(args).model) for p in own_parameters(layer))
     quiet = median(max(map(median, ranks)) for ranks in seen[""])
     out = [f"{show_count(numel)} parameters in fp32 on {args.ranks} ranks (dp, ZeRO-3), {args.rounds} "
            f"rounds; a step takes "

@@ -4,15 +4,16 @@ read the output of its norm:
     Block(name, Branch(f"{name}.attention", norm, attention), Branch(f"{name}.mlp", norm, mlp))   in turn
     Block(name, Branch(f"{name}.both", norm, attention, mlp))                                     side by side
 
-A body is a part that is called with (norm's output, batch) and that can be cut into tiles (base.Tileable). A
-block that is too large is cut into its branches, and a branch into tiles of its bodies. The first tile has
-the norm and hands its output to the other tiles. The first tile of a body may hand on more (base.Sharing).
+A body is a part that is called with (norm's output, batch) and that can be cut into tiles (tiling.Tileable).
+A block that is too large is cut into its branches, and a branch into tiles of its bodies. The first tile has
+the norm and hands its output to the other tiles. The first tile of a body may hand on more (Sharing).
 """
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from threed.models.layers.base import Layer, Out
 from threed.models.layers.parts import Column, Dropout, Norm, Row, added, keeps
@@ -22,7 +23,19 @@ from threed.spec.parameter import SEQUENCE, Cost, Saved, Share, Tile
 if TYPE_CHECKING:
     import torch
 
+    from threed.models.tiling import Limit
     from threed.tensor.context import Batch
+
+
+@runtime_checkable
+class Sharing(Protocol):
+    """A body of a branch whose first tile hands tensors to its other tiles: parameters that all tiles use."""
+
+    def shares(self) -> Mapping[str, tuple[int, ...]]:
+        """Name -> shape of a tensor, in the dtype of compute. The other tiles are called with it by name."""
+
+    def shared(self) -> Mapping[str, torch.Tensor]:
+        """The tensors, made by the first tile."""
 
 
 class Block(Layer):
@@ -34,10 +47,8 @@ class Block(Layer):
     def tileable(self) -> tuple[Any, ...]:
         return tuple(body for branch in self.branches for body in branch.bodies)
 
-    def cut(self, tiling) -> list[Layer]:
-        if tiling.fits(self):
-            return [self]
-        return [layer for branch in self.branches for layer in branch.cut(tiling)]
+    def cut(self, limit: Limit) -> list[Layer]:
+        return [layer for branch in self.branches for layer in limit.cut(branch)]
 
     def forward(self, x_sBD: torch.Tensor, batch: Batch) -> torch.Tensor:
         for branch in self.branches:
@@ -70,10 +81,8 @@ class Branch(Layer):
     def tileable(self) -> tuple[Any, ...]:
         return self.bodies
 
-    def cut(self, tiling) -> list[Layer]:
-        if tiling.fits(self):
-            return [self]
-        bodies = [tile for body in self.bodies for tile in tiling.tiles(body)]
+    def cut(self, limit: Limit) -> list[Layer]:
+        bodies = [tile for body in self.bodies for tile in limit.tiles(body)]
         return [BranchTile(self, body, Tile(index, len(bodies))) for index, body in enumerate(bodies)]
 
     def forward(self, x_sBD: torch.Tensor, batch: Batch) -> torch.Tensor:
@@ -92,7 +101,7 @@ class BranchTile(Layer):
         self.norm = branch.norm if tile.index == 0 else None
         self.body, self.dropout = body, Dropout(self.model, branch.name)
         self.adds = tile.index > 0
-        shares = body.shares() if body.tile.count > 1 and hasattr(body, "shares") else {}
+        shares = body.shares() if body.tile.count > 1 and isinstance(body, Sharing) else {}
         self.hands = shares if body.tile.index == 0 else {}
         self.shapes = shares if body.tile.index > 0 else {}
         self.reads = (*(("normed",) if tile.index > 0 else ()), *self.shapes)

@@ -51,14 +51,8 @@ class Embedding(Layer):
         # All tiles share this tensor.
         return cost + Cost(operands=cost.saved_bytes() + (0 if self.adds else stream))
 
-    def tileable(self) -> tuple[Embedding, ...]:
-        return (self,)
-
     def tiled(self, tile: Tile) -> Embedding:
         return Embedding(self.model, tile)
-
-    def cut(self, tiling) -> list[Layer]:
-        return tiling.tiles(self)
 
     def forward(self, x_sBD: torch.Tensor | None, batch: Batch) -> torch.Tensor:
         part_sBD = self.word(batch.tokens_BS)

@@ -9,10 +9,11 @@ vocabulary of this rank (and tile).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 from threed.base.later import torch
-from threed.models.layers.base import Layer, Logits, Out
+from threed.models.layers.base import Layer, Out
 from threed.models.layers.parts import WORD, Column, Norm, vocabulary
 from threed.schema import ModelConfig
 from threed.spec.kernels import Moved
@@ -25,6 +26,21 @@ if TYPE_CHECKING:
 # Kernels of the fused loss in forward and in backward: its own, and those on numbers of a token. Of the whole
 # vocabulary; of a tile.
 _FUSED, _FUSED_TILE = (7, 4), (11, 5)
+
+
+class Logits(NamedTuple):
+    """What a layer of the head sends and holds where it makes logits in place of a loss."""
+
+    bytes: int  # of the logits of one token of each sequence of a micro-batch, all ranks' parts together
+    sent: Mapping[str, int]  # axis -> bytes that a rank sends in that forward
+
+
+@runtime_checkable
+class Generates(Protocol):
+    """A layer that makes logits in place of a loss where `batch.last_B` is set, to generate text."""
+
+    def logits(self, share: Share) -> Logits | None:
+        """What that takes; None where it makes no logits."""
 
 
 class Output(Column):
@@ -99,14 +115,8 @@ class Head(Layer):
                          exponentials=(logits, 0))
         return Moved("loss", logits * (32 + cast), logits * (12 + cast), (16, 8), exponentials=(logits, 0))
 
-    def tileable(self) -> tuple[Head, ...]:
-        return (self,)
-
     def tiled(self, tile: Tile) -> Head:
         return Head(self.model, tile)
-
-    def cut(self, tiling) -> list[Layer]:
-        return tiling.tiles(self)
 
     def forward(self, x: torch.Tensor, batch: Batch, normed: torch.Tensor | None = None) -> Out:
         """`x`: the residual stream, or from the second tile on the running softmax [2, S, B]."""

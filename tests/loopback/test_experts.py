@@ -23,6 +23,7 @@ from threed.features.travel.run import TravelRun
 from threed.layout_search.best_first import Search
 from threed.layout_search.layout import config_of
 from threed.models.layers.experts import Routes
+from threed.models.layers.handing import handing
 from threed.models.measure import Measured
 from threed.models.tiling import layers_of, share_of
 from threed.planner import make_mesh, make_plan
@@ -215,7 +216,8 @@ def test_layers_cost_what_they_declare(name):
     for layer in layers_of(config)[1:-1]:
         with initialized():
             measured = Measured(layer, config.model, share)
-            measured.reads = {name: given.get(name, measured.reads.get(name)) for name in layer.reads}
+            measured.reads = {name: given.get(name, measured.reads.get(name))
+                              for name in handing(layer).reads}
             cost = measured.cost()
         declared = layer.cost(share)
         if ranks > 1 and layer.name.endswith("experts"):  # the order of rows is kept, but not by autograd

@@ -13,9 +13,10 @@ import torch
 from tests.harness import tiny
 from threed.comm.process import initialized
 from threed.models.layers.base import Layer
+from threed.models.layers.handing import passes
 from threed.models.layers.mlp import Mlp
 from threed.models.measure import Measured
-from threed.models.tiling import layers_of, share_of
+from threed.models.tiling import layers_of, share_of, tile_of
 from threed.schema import Config
 from threed.spec.kernels import Product
 from threed.spec.parameter import Cost, Saved, Traffic
@@ -50,7 +51,7 @@ TILES = ["model.tile_linears=8KiB", "model.tie_embeddings=false", "model.ffn_hid
 
 def measured(config: Config, all_layers: list[Layer], index: int, pieces: tuple[str, ...] = ()) -> Cost:
     share = share_of(config)
-    running = index > 0 and all_layers[index - 1].passes(share) is not None
+    running = index > 0 and passes(all_layers[index - 1], share) is not None
     torch.manual_seed(0)
     with initialized():
         return Measured(all_layers[index], config.model, share, running, pieces).cost(first=index == 0)
@@ -68,11 +69,11 @@ def known_difference(config: Config, layer: Layer) -> Cost:
         heads = sum(sums) // 4 // tokens
         return Cost((Product(-tokens * heads, config.model.seq_len, config.model.head_size),),
                     (Saved("log of attention's sums", -sum(sums)),))
-    if layer.name.startswith("embedding") and (config.parallel.tp > 1 or layer.tile.count > 1):
+    if layer.name.startswith("embedding") and (config.parallel.tp > 1 or tile_of(layer).count > 1):
         return Cost(saved=(Saved("mask of tokens", tokens),), operands=tokens)
-    if layer.name.startswith("head") and layer.tile.index > 0 and not (
+    if layer.name.startswith("head") and tile_of(layer).index > 0 and not (
             config.model.fuses or config.model.loss_chunk is not None):
-        return Cost(saved=(Saved("running softmax", -tokens * (4 if layer.tile.last else 8)),))
+        return Cost(saved=(Saved("running softmax", -tokens * (4 if tile_of(layer).last else 8)),))
     return Cost()
 
 

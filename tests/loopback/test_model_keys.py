@@ -11,7 +11,8 @@ import torch
 
 from tests.harness import assert_contract, cell_config, covering, each_value, loopback, same_bits, tiny
 from threed.base.errors import InputError
-from threed.models.model import layers, parameters
+from threed.models.layers.handing import handing
+from threed.models.model import layers, own_parameters, parameters
 from threed.models.tiling import layers_of
 from threed.schema import Config
 from threed.tensor.rotary import frequencies
@@ -80,8 +81,8 @@ def test_a_tiled_attention_hands_its_norms_on():
     """Tiles without the norms' weights read them from the first one."""
     config = tiny("model.layers=1", *KEYS, "model.tile_linears=5KiB", "model.tie_embeddings=false")
     tiles = [layer for layer in layers_of(config) if layer.name.startswith("blocks.0.attention")]
-    assert len(tiles) > 1 and ["q_norm" in str(tile.own_parameters()) for tile in tiles] == [
+    assert len(tiles) > 1 and ["q_norm" in str(own_parameters(tile)) for tile in tiles] == [
         True, *[False] * (len(tiles) - 1)]
-    assert all("qk_scales" in tile.reads for tile in tiles[1:])
+    assert all("qk_scales" in handing(tile).reads for tile in tiles[1:])
     with pytest.raises(InputError, match="smallest tile"):
         tiny("model.layers=1", *KEYS, "model.tile_linears=1KiB", "model.tie_embeddings=false")

@@ -7,7 +7,7 @@ import pytest
 from tests.harness import loopback, same_bits
 from tests.loopback.test_experts import BIAS, FULL, MESHES, PP, SHARED, SP, moe
 from threed.planner import make_plan
-from threed.planner.facts import unpaired
+from threed.planner.warnings import unpaired
 from threed.program.pairs import has_pairs
 from threed.schedules.orders import SCHEDULES
 

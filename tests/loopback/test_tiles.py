@@ -17,7 +17,8 @@ from threed.checkpoint.save import Saver
 from threed.comm.group import Comm
 from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
-from threed.models.tiling import cut_layers, layers_of
+from threed.models.model import own_parameters
+from threed.models.tiling import cut_layers, layers_of, tile_of
 from threed.planner import make_mesh, make_plan
 from threed.program.analysis import Analysis
 from threed.schema import Config
@@ -99,14 +100,14 @@ def test_initial_values(others, tp):
     the bit."""
     whole, cut = (layers_of(tiny(*SMALL, *others, f"parallel.tp={tp}", *tiled))
                   for tiled in ([], ["model.tile_linears=4KiB"]))
-    assert any(layer.tile.count > 1 for layer in cut)
+    assert any(tile_of(layer).count > 1 for layer in cut)
     parts: dict[str, list] = {}
-    for parameter in (p for layer in cut for p in layer.own_parameters()):
+    for parameter in (p for layer in cut for p in own_parameters(layer)):
         assert len(parts.setdefault(parameter.name, [])) == parameter.tile.index, "in order"
         parts[parameter.name].append(parameter)
-    names = [p.name for layer in whole for p in layer.own_parameters()]
+    names = [p.name for layer in whole for p in own_parameters(layer)]
     assert sorted(names) == sorted(parts)
-    for p in (p for layer in whole for p in layer.own_parameters()):
+    for p in (p for layer in whole for p in own_parameters(layer)):
         want, seen = initial_values(p, {}, {}, 5), torch.full(p.stored, torch.nan)
         for part, rank in itertools.product(parts[p.name], range(tp)):
             offset, shape = part.part({"tp": tp}, {"tp": rank})

@@ -10,7 +10,7 @@ from threed.base.errors import ConfigError, InputError
 from threed.config.load import load
 from threed.interop import init
 from threed.models.families.registry import sizes
-from threed.models.model import layers, model_flops, parameters, tied_parameters
+from threed.models.model import layers, model_flops, own_parameters, parameters, tied_parameters
 
 # Counted from the published checkpoints' shapes, or for GPT-3 and the 1T model by the papers' formulas.
 SIZES = sizes()
@@ -112,7 +112,7 @@ def test_untied_and_swiglu():
 def test_names_are_unique():
     """Two parameters of one name share their initial values and overwrite each other in a checkpoint."""
     for name in ("gpt2-small", "llama3-8b"):
-        names = [p.name for layer in layers(model_of(name)) for p in layer.own_parameters()]
+        names = [p.name for layer in layers(model_of(name)) for p in own_parameters(layer)]
         assert len(set(names)) == len(names)
         assert not {tied.name for tied in tied_parameters(layers(model_of(name)))} & set(names)
 
@@ -133,7 +133,7 @@ def test_flops_of_grouped_queries_and_swiglu():
     """6 FLOPs a weight of a matrix and token, and 12 l h s a token for attention, whatever the matrices'
     shapes."""
     m = model_of("llama3-8b", "model.seq_len=1024")
-    matrices = sum(p.numel for layer in layers(m) for p in layer.own_parameters() if p.decay
+    matrices = sum(p.numel for layer in layers(m) for p in own_parameters(layer) if p.decay
                    and "embedding" not in p.name)
     assert model_flops(m, 1) == 6 * 1024 * matrices + 12 * m.layers * m.hidden * 1024**2
 
@@ -143,7 +143,7 @@ def test_local_shapes_add_up(tp):
     """A part that is lost or held twice when tp cuts a parameter."""
     for name in ("gpt3-175b", "llama3-8b"):
         for layer in layers(model_of(name)):
-            for p in layer.own_parameters():
+            for p in own_parameters(layer):
                 (_, shape), last = p.part({"tp": tp}, {"tp": 0}), p.part({"tp": tp}, {"tp": tp - 1})
                 assert tuple(at + size for at, size in zip(*last)) == p.stored
                 assert math.prod(shape) * (tp if p.axes else 1) == p.numel == math.prod(p.shape)

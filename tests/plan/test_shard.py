@@ -9,7 +9,7 @@ import pytest
 
 from threed.config.load import load
 from threed.features.zero.shard import ALIGNMENT, layout
-from threed.models.model import layers, tied_parameters
+from threed.models.model import layers, own_parameters, tied_parameters
 from threed.planner import layouts
 
 MODELS = [["model.name=gpt2-small"], ["model.name=llama3-8b"],
@@ -19,7 +19,7 @@ MODELS = [["model.name=gpt2-small"], ["model.name=llama3-8b"],
 def all_layouts():
     for overrides, tp, shards in product(MODELS, (1, 2, 4), (1, 2, 3, 8)):
         model = load(None, overrides).model
-        for parameters in [*(layer.own_parameters() for layer in layers(model)),
+        for parameters in [*(own_parameters(layer) for layer in layers(model)),
                            tied_parameters(layers(model))]:
             if parameters:
                 yield parameters, tp, layout(parameters, {"tp": tp}, shards)
@@ -63,7 +63,7 @@ def test_parts_of_a_gradient():
                 if any(s.start <= placed.start and placed.stop <= s.stop for s in inside)}
 
     model = load(None, ["model.qk_norm=true", "model.bias=false"]).model
-    flat = layout(layers(model)[1].own_parameters(), {"tp": 2}, 1)
+    flat = layout(own_parameters(layers(model)[1]), {"tp": 2}, 1)
     heads = {"attention.q_norm.weight", "attention.k_norm.weight"}
     assert named(flat, []) == heads
     assert named(flat, ["tp"]) == heads | {f"{norm}_norm.{each}" for norm in ("attention", "mlp")

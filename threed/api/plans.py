@@ -25,9 +25,9 @@ from threed.models.model import num_parameters
 from threed.monitor.folders import to_train
 from threed.planner import layouts, make_mesh, make_pipeline, saved_by_piece
 from threed.planner.auto import chosen_for
-from threed.planner.facts import undivided, unequal, unpaired
 from threed.planner.from_config import analysed, config_of
 from threed.planner.passes import stages_of
+from threed.planner.warnings import undivided, unequal, unpaired
 from threed.prediction.predict import predict
 from threed.program import explain as explaining
 from threed.program import show as shows

@@ -10,6 +10,7 @@ from threed.base.errors import Idle, Problem
 from threed.base.mesh import FOLDS, axes_of, fold_problem
 from threed.base.quantity import divisors
 from threed.base.remember import remembered
+from threed.models.layers.handing import handing
 from threed.models.tiling import counts_rows, folds_of, layers_of, model_key, share_of, together, unit_layers
 from threed.schedules.orders import SCHEDULES
 from threed.schema import Config
@@ -60,7 +61,8 @@ def check_pair(config: Config) -> Iterator[Problem]:
     if not config.parallel.pair:
         return
     sizes = {**config.axis_sizes, **config.fold_sizes}
-    if all(sizes.get(way.over, 2) == 1 for layer in layers_of(config) for way in layer.travels.values()):
+    if all(sizes.get(way.over, 2) == 1 for layer in layers_of(config)
+           for way in handing(layer).travels.values()):
         ep = "raise parallel.ep, or " if not config.model.own_layers and folds_of(config) else ""
         yield Idle.of("parallel.pair", "=true lets tensors travel between ranks while others are "
                       f"computed, and none travels here: {ep}leave it out")

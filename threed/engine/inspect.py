@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from threed.engine.engine import Engine
+from threed.models.layers.handing import handing
 from threed.program.effects import effects
 from threed.program.instruction import BACKWARDS, Instruction, Op, Slot
 from threed.program.slots import Slots
@@ -73,7 +74,7 @@ def numbers(engine: Engine, slot: Slot, slots: Slots) -> tuple[torch.Tensor, ...
         return (values,)
     name = engine.plan.table.handed.get(slot.kind)
     extra = next((way.extra for layer in engine.pipeline.layers.get(slot.unit, ())
-                  for leaves, way in layer.travels.items() if name in (leaves, way.becomes)), 0)
+                  for leaves, way in handing(layer).travels.items() if name in (leaves, way.becomes)), 0)
     if not extra:
         return (values,)
     width = values.shape[-1] - extra // values.itemsize

@@ -14,7 +14,8 @@ from threed.config.stages import stage_runs
 from threed.features.activation.plan import mark, worthwhile
 from threed.layout_search.layout import copied
 from threed.layout_search.merge import wait_s
-from threed.models.tiling import cut_layers
+from threed.models.model import own_parameters
+from threed.models.tiling import cut_layers, tile_of
 from threed.planner.facts import make_table, stage_sizes, unit_costs
 from threed.prediction.analytic import cost
 from threed.prediction.hardware import Hardware
@@ -212,7 +213,7 @@ def _kinds(config: Config) -> list[object]:
     layers = [(end, layer) for end, rows in enumerate(parts) for row in rows for layer in row]
     if len(layers) != len(costs):  # layers_per_unit
         return [*range(len(costs))]
-    return [(end, type(layer), layer.tile, tuple([(p.shape, p.cuts) for p in layer.own_parameters()]),
+    return [(end, type(layer), tile_of(layer), tuple([(p.shape, p.cuts) for p in own_parameters(layer)]),
              sum(cost)) for (end, layer), cost in zip(layers, costs, strict=True)]
 
 

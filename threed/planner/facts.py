@@ -21,7 +21,9 @@ from threed.features.pipeline.parts import NODE_RANKS, cut, settings
 from threed.features.zero import plan as zero
 from threed.features.zero.shard import FlatLayout, layout
 from threed.models.layers.base import Layer
-from threed.models.tiling import cut_layers, folds_of, layers_of, model_key, share_of, unit_layers
+from threed.models.layers.handing import handing, makes, passes
+from threed.models.layers.head import Generates
+from threed.models.tiling import cut_layers, folds_of, model_key, share_of, unit_layers
 from threed.optim.registry import OPTIMIZERS
 from threed.planner.hand_overs import HandOver, hand_overs, with_ranks
 from threed.planner.unit_kinds import (
@@ -37,8 +39,6 @@ from threed.planner.unit_kinds import (
 from threed.program.costs import load_costs
 from threed.program.entries import ComputeUnit, Handed, ParameterUnit, Reduction
 from threed.program.instruction import PHASES, Instruction, Op, Tier
-from threed.program.pairs import has_pairs
-from threed.program.plan import Plan
 from threed.program.settings import (
     ActivationSettings,
     Elements,
@@ -158,9 +158,10 @@ def _of_kind(config: Config, kind: str) -> tuple[str, str]:
 def _on_mesh(config: Config, units: tuple[ComputeUnit, ...],
              model_layers: Sequence[Layer]) -> tuple[ComputeUnit, ...]:
     """Units, with the ranks to which their tensors travel."""
-    if not any(layer.travels for layer in model_layers):
+    ways = [handing(layer).travels for layer in model_layers]
+    if not any(ways):
         return units
-    mesh, ways = make_mesh(config), [layer.travels for layer in model_layers]
+    mesh = make_mesh(config)
     over = {each.trip.over for unit in units for each in unit.makes if each.trip}
     ranks = {group: len(mesh.group(group, 0)) for group in over}
     return tuple(replace(unit, makes=with_ranks(
@@ -175,14 +176,15 @@ def with_logits(config: Config, table: Table) -> Table:
     made, sent = dict[int, int](), dict[int, dict[str, int]]()
     for index, unit in enumerate(table.units):
         members = model_layers[slice(*unit.layers)]
-        logits = [each for layer in members if (each := layer.logits(share)) is not None]
-        if logits:
-            others = sum((layer.cost(share) for layer in members if layer.logits(share) is None), Cost()).sent
+        each = [layer.logits(share) if isinstance(layer, Generates) else None for layer in members]
+        if logits := [one for one in each if one is not None]:
+            others = sum((layer.cost(share) for layer, one in zip(members, each, strict=True) if one is None),
+                         Cost()).sent
             forward = {axis: sent.bytes for (phase, axis), sent in others.items() if phase == "forward"}
-            made[index], sent[index] = logits[-1].bytes, add_up([forward, *(each.sent for each in logits)])
+            made[index], sent[index] = logits[-1].bytes, add_up([forward, *(one.sent for one in logits)])
     if not made:
         raise InputError(f"model.family={config.model.family}: no layer of the model makes logits "
-                         "(Layer.logits), so it cannot generate text")
+                         "(`logits`), so it cannot generate text")
     count = -(-len(config.train.sample_prompts) // (config.train.micro_batch_size * config.dp))
     return replace(table, logits=LogitsSettings(max(1, count), made, sent))
 
@@ -306,48 +308,14 @@ def saved_by_piece(config: Config) -> dict[str, int]:
 
 
 def check_shapes(config: Config, layers: Sequence[Layer]) -> None:
-    """Raises InputError where a CUDA graph could not hold a layer."""
+    """Raises InputError where a CUDA graph could not hold a layer: its shapes depend on counts of rows, or on
+    what the layer's `shapes_from` says."""
     for layer in layers if config.run.cuda_graphs else ():
-        counted = [f"how many rows of '{way.becomes}' come" for way in layer.travels.values() if way.gives]
-        if what := layer.shapes_from or "".join(counted[:1]):
+        counted = [f"how many rows of '{way.becomes}' come" for way in handing(layer).travels.values()
+                   if way.gives]
+        if what := getattr(layer, "shapes_from", "") or "".join(counted[:1]):
             raise InputError(f"run.cuda_graphs=true: in layer {layer.name} shapes depend on {what}, and a "
                              "CUDA graph has fixed ones; set it to false")
-
-
-def undivided(config: Config, programs: Sequence[Sequence[Instruction]]) -> list[str]:
-    """A warning for layers of whose backward nothing is left for the second half, where programs have
-    halves."""
-    if not any(item.op == Op.BACKWARD_WEIGHT for program in programs for item in program):
-        return []
-    share, found = share_of(config), dict[tuple[str, ...], list[str]]()
-    for layer in layers_of(config):
-        if paths := layer.undivided(share):
-            found.setdefault(paths, []).append(layer.name)
-    return [f"layer {names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: BACKWARD_INPUT "
-            f"computes the gradients of {', '.join(paths)}, too, and BACKWARD_WEIGHT, with which the "
-            "schedule would fill its bubble, nothing: it could compute those of matrices that one product "
-            "alone uses (torch.nn.Linear, a convolution)"
-            for paths, names in found.items()]
-
-
-def unpaired(plan: Plan) -> list[str]:
-    """A warning where parallel.pair finds nothing to compute together."""
-    if plan.table.pair is None or any(has_pairs(program, plan.table) for program in plan.programs["train"]):
-        return []
-    schedule = plan.config.parallel.schedule if plan.config else "this order"
-    return [f"parallel.pair=true: under {schedule} no forward and backward are computed together, since one "
-            "would wait for the other longer than its exchanges take, or there is one micro-batch; "
-            "zb-v, dualpipe-v and interleaved have pairs with enough micro-batches"]
-
-
-def unequal(config: Config) -> list[str]:
-    """A warning where a loss is a mean over each micro-batch, and these may have unequal counts."""
-    if config.num_microbatches * config.dp == 1:
-        return []
-    return [f"the loss of layer {layer.name}'s output is a mean over a micro-batch: where some targets do "
-            "not count (padding, a mask), the tokens of micro-batches with few that count weigh more; let "
-            "the loss return (sum, count), and it is divided by the count of the global batch"
-            for layer in layers_of(config)[-1:] if layer.weighs_alike(share_of(config))]
 
 
 @remembered(model_key)
@@ -370,8 +338,8 @@ def _compute_unit(config: Config, members: Sequence[Layer], run: tuple[int, int]
                   handed: HandOver) -> ComputeUnit:
     share = share_of(config)
     cost = sum((layer.cost(share) for layer in members), Cost())
-    sizes = {name: size for layer in members for name, size in layer.makes(share).items()}
-    fixed = {name for layer in members for name in layer.without_grad}
+    sizes = {name: size for layer in members for name, size in makes(layer, share).items()}
+    fixed = {name for layer in members for name in handing(layer).without_grad}
     trips = {name: trip._replace(bytes=sizes.get(trip.becomes, 0)) for name, trip in handed.trips.items()}
     names = [layer.name for layer in members]
     name = names[0] if len(names) == 1 else f"{names[0]}..{names[-1].rsplit('.', 1)[-1]}"
@@ -386,5 +354,5 @@ def _compute_unit(config: Config, members: Sequence[Layer], run: tuple[int, int]
                                    for name in handed.makes),
                        reads=handed.reads,
                        loss=any(layer.loss for layer in members), adds=all(layer.adds for layer in members),
-                       output=members[-1].passes(share),
+                       output=passes(members[-1], share),
                        again=tuple(kernel for kernel in cost.kernels if kernel.piece in config.pieces))

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from threed.base.errors import InputError
 from threed.base.mesh import GROUPS
 from threed.models.layers.base import Layer
+from threed.models.layers.handing import Handing, handing, makes
 from threed.program.entries import Handed, Read, Trip, gradient_kind
 from threed.program.instruction import KINDS
 from threed.spec.parameter import Share
@@ -41,19 +42,18 @@ def hand_overs(units: Sequence[Sequence[Layer]]) -> list[HandOver]:
     of_unit = [dict[str, Made]() for _ in units]
     reads = [dict[str, int]() for _ in units]  # name -> its maker
     readers: dict[tuple[str, int], set[int]] = defaultdict(set)  # (name, maker) -> units
-    spent = [{name for layer in unit for name in layer.spent}
-             - {name for layer in unit for name in layer.reads if name not in layer.spent} for unit in units]
+    spent = [_spent([handing(layer) for layer in unit]) for unit in units]
     for index, unit in enumerate(units):
-        for layer in unit:
-            for name in layer.reads:
+        for layer, hands in ((layer, handing(layer)) for layer in unit):
+            for name in hands.reads:
                 _check_read(layer, name, index, made)
                 readers[name, made[name].unit].add(index)
             _check_spent(layer, made)
-            reads[index] |= {name: made[name].unit for name in _with_counts(layer.reads, made)
+            reads[index] |= {name: made[name].unit for name in _with_counts(hands.reads, made)
                              if made[name].unit != index}
             of_unit[index] |= (new := _makes(layer, index))
             made |= new
-            for name, way in layer.travels.items():
+            for name, way in hands.travels.items():
                 _check_way(layer, name, way, made)
                 counts = tuple((count, index - made[count].unit) for count in (way.gives, way.takes) if count)
                 of_unit[index][name] = made[name] = made[name]._replace(counts=counts)
@@ -98,12 +98,19 @@ def with_ranks(makes: Sequence[Handed], ways: Mapping[str, Gathered | Exchanged]
         for each in makes)
 
 
+def _spent(unit: Sequence[Handing]) -> set[str]:
+    """Names of what a unit's forward uses up."""
+    return ({name for hands in unit for name in hands.spent}
+            - {name for hands in unit for name in hands.reads if name not in hands.spent})
+
+
 def _makes(layer: Layer, unit: int) -> dict[str, Made]:
     """All that a layer makes, and what it becomes."""
-    sizes, come = layer.makes(Share()), {way.becomes for way in layer.travels.values()}
-    made = {name: Made(unit, layer.name, layer.without_grad.get(name)) for name in sizes if name not in come}
-    for name, way in layer.travels.items():
-        if way.becomes in {*layer.travels, *layer.without_grad}:
+    hands, sizes = handing(layer), makes(layer, Share())
+    come = {way.becomes for way in hands.travels.values()}
+    made = {name: Made(unit, layer.name, hands.without_grad.get(name)) for name in sizes if name not in come}
+    for name, way in hands.travels.items():
+        if way.becomes in {*hands.travels, *hands.without_grad}:
             raise InputError(f"layer {layer.name}: '{name}' becomes '{way.becomes}', which is the name of "
                              "another tensor of this layer: give what comes a name of its own")
         if name not in made:
@@ -137,7 +144,7 @@ def _check_read(layer: Layer, name: str, unit: int, made: Mapping[str, Made]) ->
     if name not in made:
         raise InputError(f"layer {layer.name} reads '{name}', which no layer before it makes")
     dtype, way = made[name].dtype, made[name].way
-    if layer.without_grad.get(name) != dtype:
+    if handing(layer).without_grad.get(name) != dtype:
         has = "has a gradient" if dtype is None else f"is made without a gradient, in {dtype}"
         raise InputError(f"layer {layer.name} reads '{name}', which {has}: its `without_grad` must say the "
                          "same as that of the layer that makes it")
@@ -150,8 +157,9 @@ def _check_read(layer: Layer, name: str, unit: int, made: Mapping[str, Made]) ->
 
 
 def _check_spent(layer: Layer, made: Mapping[str, Made]) -> None:
-    for name in layer.spent:
-        if name not in layer.reads or not made[name].source or made[name].dtype is not None:
+    hands = handing(layer)
+    for name in hands.spent:
+        if name not in hands.reads or not made[name].source or made[name].dtype is not None:
             raise InputError(f"layer {layer.name}: `spent` names '{name}', but it may name only what the "
                              "layer reads, what has travelled, and what has a gradient")
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from threed.base.errors import InputError
 from threed.base.mesh import FOLDS
 from threed.base.remember import remembered
-from threed.models.model import tied_parameters
+from threed.models.model import own_parameters, tied_parameters
 from threed.models.tiling import model_key, unit_layers
 from threed.schema import Config
 from threed.spec.parameter import Parameter
@@ -72,7 +72,7 @@ def parameter_units(config: Config) -> dict[int, UnitParameters]:
     model_layers, runs = unit_layers(config)
     units, last = {len(runs): UnitParameters(TIED, len(runs) - 1, tied_parameters(model_layers))}, len(runs)
     for user, (first, stop) in enumerate(runs):
-        parts = divided(config, [p for layer in model_layers[first:stop] for p in layer.own_parameters()])
+        parts = divided(config, [p for layer in model_layers[first:stop] for p in own_parameters(layer)])
         units[user] = UnitParameters(OWN, user, parts.pop(OWN))
         for block, kind in enumerate(KINDS):
             units[last + 1 + block * last + user] = UnitParameters(kind, user, parts.get(kind, ()))

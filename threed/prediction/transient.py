@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -22,6 +22,7 @@ from threed.base.remember import remembered, remembering
 from threed.comm.group import Comm
 from threed.comm.process import initialized
 from threed.features.pipeline.run import PipelineRun, built, streams
+from threed.models.layers.base import Layer
 from threed.models.measure import silent_groups, weight_of
 from threed.models.tiling import layers_of, share_of, together
 from threed.planner import make_mesh
@@ -37,7 +38,7 @@ from threed.program.slots import Slots
 from threed.program.summary import activations
 from threed.program.table import Table
 from threed.schema import Config
-from threed.spec.parameter import Cost
+from threed.spec.parameter import Cost, Share
 from threed.tensor.alive import Alive
 from threed.tensor.context import Batch, Context
 from threed.tensor.documents import Documents
@@ -49,6 +50,22 @@ from threed.tensor.saving import SavingPolicy
 from threed.tensor.shapes import Shapes
 
 What = tuple[Op, str, int]  # op, what FORWARD keeps, unit
+
+
+@runtime_checkable
+class Alike(Protocol):
+    """A layer whose class does not tell how it computes."""
+
+    def likeness(self, share: Share) -> object:
+        """Equal for layers that compute in the same way, given that their costs are equal."""
+
+
+@runtime_checkable
+class ReadsInputs(Protocol):
+    """A first layer that reads `inputs` of a batch, and not its tokens."""
+
+    def example(self, share: Share) -> tuple[Any, Any]:
+        """`inputs` and `targets` of a micro-batch: without meaning, but of the right shapes."""
 
 
 @remembering()
@@ -66,7 +83,7 @@ def temporaries_of(plan: Plan) -> Callable[[Instruction], int]:
         # Two runs of units are the same to memory where their layers are of the same kinds, and cost the
         # same.
         key = (repr(config.model), config.pieces, repr(share), run.start == 0, run.stop == len(units),
-               [(layer.likeness(share), *_sizes(layer.cost(share)))
+               [(_likeness(layer, share), *_sizes(layer.cost(share)))
                 for unit in run for layer in units[unit]],
                [(item.op, item.keep, item.unit - run.start) for item in items],
                [table.units[unit].makes for unit in run])
@@ -145,7 +162,7 @@ def _pipeline(config: Config, table: Table, run: range, items: Sequence[Instruct
                           streams(config, table, context), keeping, _Kept())
     size, length = config.train.micro_batch_size, config.model.seq_len
     tokens, labels = (torch.zeros(size, length, dtype=torch.int64) for _ in range(2))
-    inputs, targets = layers[0].example(share)
+    inputs, targets = layers[0].example(share) if isinstance(layers[0], ReadsInputs) else (None, None)
     batch = Batch(tokens, labels, torch.zeros(size, dtype=torch.int64), 0, config.tokens_per_step,
                   inputs=inputs, targets=targets)
     if config.data.document_mask:  # one document a sequence: most of what there can be
@@ -155,6 +172,10 @@ def _pipeline(config: Config, table: Table, run: range, items: Sequence[Instruct
     compute.feed.begin(lambda _: batch, items)
     context.rotary(comm.device)  # a rank makes its table once
     return compute
+
+
+def _likeness(layer: Layer, share: Share) -> object:
+    return layer.likeness(share) if isinstance(layer, Alike) else type(layer)
 
 
 def _came(table: Table, slots: Slots, slot: Slot) -> torch.Tensor | None:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch.autograd.graph import GradientEdge
@@ -33,6 +33,14 @@ from threed.tensor.saving import SavingPolicy
 PRODUCTS = {"MmBackward0": slice(0, 2), "AddmmBackward0": slice(1, 3), "ConvolutionBackward0": slice(0, 2)}
 VIEWS = {"TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0", "UnsafeViewBackward0",
          "ReshapeAliasBackward0", "AliasBackward0"}
+
+
+@runtime_checkable
+class ByGraph(Protocol):
+    """A layer of whose backward autograd alone computes the gradients of weights. (The products of other
+    layers put these off by themselves: `WeightGrads`.)"""
+
+    by_graph: Sequence[torch.nn.Parameter]  # its weights, after `build`
 
 
 class Halves(NamedTuple):

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
 from threed.base.quantity import round_up
-from threed.spec.parameter import Outflow
+from threed.spec.parameter import Outflow, Share
 
 ALIGNED = 16  # bytes
 PLAIN = (int, float, bool, str, type(None))  # may stand in a tree beside tensors, if they are always the same
@@ -164,6 +164,14 @@ class Schema:
         """A value with this schema."""
         return tree_unflatten([make(leaf) if isinstance(leaf, Leaf) else leaf for leaf in self.leaves],
                               self.tree)
+
+
+@runtime_checkable
+class Packs(Protocol):
+    """A layer that may hand a tree of tensors to the next layer."""
+
+    def schema(self, share: Share) -> Schema | None:
+        """Of what it hands on; None: one tensor."""
 
 
 class Packed:

@@ -46,8 +46,8 @@ from threed.optim import native
 from threed.optim.registry import OPTIMIZERS
 from threed.planner import Pipeline, analyse, make_mesh, make_pipeline
 from threed.planner.auto import choices, chosen_for, with_choices
-from threed.planner.facts import undivided, unequal, unpaired
 from threed.planner.from_config import config_of, save_config
+from threed.planner.warnings import undivided, unequal, unpaired
 from threed.prediction.hardware import Hardware
 from threed.prediction.peak import plan_room
 from threed.program.analysis import Analysis

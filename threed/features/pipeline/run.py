@@ -22,6 +22,7 @@ from threed.comm.group import Comm
 from threed.comm.lanes import Handle
 from threed.features.pipeline.feed import Feed
 from threed.models.layers.base import Layer, Out
+from threed.models.layers.handing import handing
 from threed.models.tiling import layers_of, new_layers, share_of
 from threed.program.handed import gradient_of
 from threed.program.instruction import WHOLES, Instruction, Op, Slot
@@ -29,9 +30,9 @@ from threed.program.slots import Slots
 from threed.program.table import Table
 from threed.schema import Config
 from threed.tensor.context import Batch, Context
-from threed.tensor.halves import Halves
+from threed.tensor.halves import ByGraph, Halves
 from threed.tensor.loss_sum import addend
-from threed.tensor.packing import Packed, PackedStream, Whole
+from threed.tensor.packing import Packed, PackedStream, Packs, Whole
 
 
 class KeptInputs(Protocol):
@@ -240,7 +241,8 @@ class PipelineRun:
         output, given = Out(x), {slot.kind: value for slot, value in reads.items()}
         again = {slot.kind for slot in reads if slot.unit == unit}
         for layer in self.layers[unit]:
-            names = (*layer.reads, *(name for name in layer.without_grad if name in again))
+            hands = handing(layer)
+            names = (*hands.reads, *(name for name in hands.without_grad if name in again))
             out = layer(output.x, batch, **{name: given[name] for name in names})
             out = out if isinstance(out, Out) else Out(out)
             given.update(out.makes)
@@ -322,7 +324,8 @@ class PipelineRun:
 
     def _by_graph(self, unit: int) -> list[nn.Parameter]:
         """The weights of a unit whose halves of backward are found in its graph."""
-        return [weight for layer in self.layers[unit] for weight in layer.by_graph or ()]
+        return [weight for layer in self.layers[unit] if isinstance(layer, ByGraph)
+                for weight in layer.by_graph]
 
     def _delaying(self, start: Callable[[], None]) -> list[Callable[[], None]]:
         """Run a graph without the products of its weight gradients, which are returned."""
@@ -379,7 +382,8 @@ def streams(config: Config, table: Table, context: Context) -> Callable[[int], P
 
     @cache
     def stream(unit: int) -> PackedStream:
-        schema = layers[table.units[unit].layers[1] - 1].schema(share)
+        last = layers[table.units[unit].layers[1] - 1]
+        schema = last.schema(share) if isinstance(last, Packs) else None
         return whole if schema is None else Packed(schema, context.dtype)
 
     return stream

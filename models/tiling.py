@@ -40,13 +40,10 @@ class Tileable(Protocol):
 
 @runtime_checkable
 class Divisible(Protocol):
-    """A layer that consists of tileable parts."""
+    """A layer that consists of tileable parts. `cut`: the smaller layers that compute the same."""
 
-    def tileable(self) -> Sequence[Tileable]:
-        """Its parts that can be cut into tiles."""
-
-    def cut(self, limit: Limit) -> list[Layer]:
-        """The smaller layers that compute the same."""
+    def tileable(self) -> Sequence[Tileable]: ...
+    def cut(self, limit: Limit) -> list[Layer]: ...
 
 
 T = TypeVar("T", bound=Tileable)
@@ -88,7 +85,7 @@ class Limit:
             return [layer]
         if isinstance(layer, Divisible):
             return layer.cut(self)
-        return self.tiles(layer) if isinstance(layer, Tileable) else [layer]
+        return [*self.tiles(layer)] if isinstance(layer, Tileable) else [layer]
 
 
 def share_of(config: Config) -> Share:

@@ -29,13 +29,11 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class Sharing(Protocol):
-    """A body of a branch whose first tile hands tensors to its other tiles: parameters that all tiles use."""
+    """A body of a branch whose first tile makes tensors (`shared`) with which its other tiles are called, by
+    name: parameters that all tiles use. `shares`: their shapes; their dtype is that of compute."""
 
-    def shares(self) -> Mapping[str, tuple[int, ...]]:
-        """Name -> shape of a tensor, in the dtype of compute. The other tiles are called with it by name."""
-
-    def shared(self) -> Mapping[str, torch.Tensor]:
-        """The tensors, made by the first tile."""
+    def shares(self) -> Mapping[str, tuple[int, ...]]: ...
+    def shared(self) -> Mapping[str, torch.Tensor]: ...
 
 
 class Block(Layer):

@@ -32,19 +32,17 @@ class Handing(NamedTuple):
 
 @runtime_checkable
 class Maker(Protocol):
-    """A layer that makes tensors for later layers of its stage: `Out.makes` has them."""
+    """A layer that makes tensors for later layers of its stage (`Out.makes`): name -> bytes. Of what comes
+    from other ranks in their place, too, where plans are to count more or less than leaves."""
 
-    def makes(self, share: Share) -> dict[str, int]:
-        """Name -> bytes. Of what comes from other ranks in their place, too, where plans are to count more or
-        less than leaves."""
+    def makes(self, share: Share) -> dict[str, int]: ...
 
 
 @runtime_checkable
 class Passing(Protocol):
-    """A layer that hands something else than the residual stream to the next layer."""
+    """A layer that may hand something else to the next layer than the residual stream (None)."""
 
-    def passes(self, share: Share) -> Outflow | None:
-        """What it hands to the next layer; None: the residual stream."""
+    def passes(self, share: Share) -> Outflow | None: ...
 
 
 def handing(layer: Layer) -> Handing:

@@ -37,10 +37,9 @@ class Logits(NamedTuple):
 
 @runtime_checkable
 class Generates(Protocol):
-    """A layer that makes logits in place of a loss where `batch.last_B` is set, to generate text."""
+    """A layer that makes logits in place of a loss where `batch.last_B` is set, to generate text; or none."""
 
-    def logits(self, share: Share) -> Logits | None:
-        """What that takes; None where it makes no logits."""
+    def logits(self, share: Share) -> Logits | None: ...
 
 
 class Output(Column):

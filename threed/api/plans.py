@@ -20,14 +20,13 @@ from threed.base.signals import ASKS, BEGAN, calm
 from threed.comm.environment import RankPlace, place_of_environment
 from threed.config import load as configs
 from threed.config.load import checked
-from threed.config.validate import warnings
 from threed.models.model import num_parameters
 from threed.monitor.folders import to_train
 from threed.planner import layouts, make_mesh, make_pipeline, saved_by_piece
 from threed.planner.auto import chosen_for
 from threed.planner.from_config import analysed, config_of
 from threed.planner.passes import stages_of
-from threed.planner.warnings import undivided, unequal, unpaired
+from threed.planner.warnings import warnings_of
 from threed.prediction.predict import predict
 from threed.program import explain as explaining
 from threed.program import show as shows
@@ -83,9 +82,7 @@ def check(what: Config | Plan, room: float | None = None) -> dict[str, Any]:
         row |= {"cuda_graphs": held.count, "graph_sets": len(held.peaks)}
     return {"ok": True, "world_size": config.world_size, "instructions": len(plan), "digest": analysis.digest,
             "chosen": chosen_for(what, config) if isinstance(what, Config) else [],
-            "warnings": [*warnings(config), *undivided(config, plan.programs["train"]), *unpaired(plan),
-                         *unequal(config)],
-            "stages": rows}
+            "warnings": warnings_of(config, plan), "stages": rows}
 
 
 def show_check(checked: dict[str, Any], config: Config, columns: int | None = None) -> str:

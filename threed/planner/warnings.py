@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
+from threed.config.validate import warnings
 from threed.models.tiling import layers_of, share_of
 from threed.program.instruction import Instruction, Op
 from threed.program.pairs import has_pairs
@@ -15,18 +16,22 @@ from threed.spec.parameter import Share
 
 @runtime_checkable
 class Undivided(Protocol):
-    """A layer of whose backward the weights' half may have nothing to compute."""
+    """A layer that says its matrices if none of their gradients can wait for the second half of backward."""
 
-    def undivided(self, share: Share) -> tuple[str, ...]:
-        """Its matrices, if none of their gradients can wait for the weights' half of backward."""
+    def undivided(self, share: Share) -> tuple[str, ...]: ...
 
 
 @runtime_checkable
 class MeanLoss(Protocol):
-    """A last layer whose loss may be a mean over the targets of a micro-batch."""
+    """A last layer that says whether each micro-batch has the same weight in its loss, and may have fewer
+    targets that count."""
 
-    def weighs_alike(self, share: Share) -> bool:
-        """Whether each micro-batch has the same weight in its loss, and may have fewer targets that count."""
+    def weighs_alike(self, share: Share) -> bool: ...
+
+
+def warnings_of(config: Config, plan: Plan) -> list[str]:
+    """All warnings of a config, and of its plan."""
+    return [*warnings(config), *undivided(config, plan.programs["train"]), *unpaired(plan), *unequal(config)]
 
 
 def undivided(config: Config, programs: Sequence[Sequence[Instruction]]) -> list[str]:

@@ -54,18 +54,18 @@ What = tuple[Op, str, int]  # op, what FORWARD keeps, unit
 
 @runtime_checkable
 class Alike(Protocol):
-    """A layer whose class does not tell how it computes."""
+    """A layer whose class does not tell how it computes. `likeness`: equal for layers that compute in the
+    same way, given that their costs are equal."""
 
-    def likeness(self, share: Share) -> object:
-        """Equal for layers that compute in the same way, given that their costs are equal."""
+    def likeness(self, share: Share) -> object: ...
 
 
 @runtime_checkable
 class ReadsInputs(Protocol):
-    """A first layer that reads `inputs` of a batch, and not its tokens."""
+    """A first layer that reads `inputs` of a batch, and not its tokens. `example`: inputs and targets of a
+    micro-batch, without meaning, but of the right shapes."""
 
-    def example(self, share: Share) -> tuple[Any, Any]:
-        """`inputs` and `targets` of a micro-batch: without meaning, but of the right shapes."""
+    def example(self, share: Share) -> tuple[Any, Any]: ...
 
 
 @remembering()

@@ -168,10 +168,9 @@ class Schema:
 
 @runtime_checkable
 class Packs(Protocol):
-    """A layer that may hand a tree of tensors to the next layer."""
+    """A layer that may hand a tree of tensors to the next layer, and not one tensor (None)."""
 
-    def schema(self, share: Share) -> Schema | None:
-        """Of what it hands on; None: one tensor."""
+    def schema(self, share: Share) -> Schema | None: ...
 
 
 class Packed:

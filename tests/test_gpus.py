@@ -18,7 +18,7 @@ import torch
 from threed import devices
 from threed.base.errors import InputError, RunError
 from threed.devices import cuda, forks, host, pick
-from threed.devices.cpu import Cpu
+from threed.devices.cpu import Cpu, CpuDriver
 from threed.engine import gpu
 from threed.launcher import local as launcher
 from threed.tensor import layers
@@ -65,20 +65,20 @@ def test_a_child_has_no_handlers(monkeypatch):
 
 def test_gpus_of_forks(built_for_cuda, monkeypatch):
     built_for_cuda(False, 4)
-    assert cuda.Cuda.for_forks() == launcher.local_world_size("auto") == 4
+    assert cuda.Cuda.driver.for_forks() == launcher.local_world_size("auto") == 4
     assert launcher.local_world_size("cpu") is None
     built_for_cuda(True, 0)  # a CUDA build without a GPU: whoever has asked has done no harm
-    assert cuda.Cuda.for_forks() == 0 and launcher.local_world_size("auto") is None
+    assert cuda.Cuda.driver.for_forks() == 0 and launcher.local_world_size("auto") is None
     built_for_cuda(True, 2)
     with pytest.raises(InputError, match="this process has started CUDA, so ranks"):
-        cuda.Cuda.for_forks()
+        cuda.Cuda.driver.for_forks()
     built_for_cuda(False, 2, usable=False)
     with pytest.raises(InputError, match="the driver lists 2 GPUs, but a process that is forked"):
-        cuda.Cuda.for_forks()
+        cuda.Cuda.driver.for_forks()
     built_for_cuda(False, 2)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: os.kill(os.getpid(), signal.SIGKILL))
     with pytest.raises(RunError, match="died, or got no answer within"):
-        cuda.Cuda.for_forks()
+        cuda.Cuda.driver.for_forks()
 
 
 @pytest.mark.parametrize("device, gpus, ranks, message", [
@@ -86,7 +86,7 @@ def test_gpus_of_forks(built_for_cuda, monkeypatch):
     ("auto", 2, 8, "8 ranks would start on this machine, and each takes a GPU, but it has 2: lower"),
     ("cuda", 0, 1, "torch sees no GPU here")])
 def test_gpus_are_enough(device, gpus, ranks, message, monkeypatch):
-    monkeypatch.setattr(cuda.Cuda, "for_forks", classmethod(lambda kind: gpus))
+    monkeypatch.setattr(cuda.CudaDriver, "for_forks", lambda driver: gpus)
     if message is None:
         launcher.check_gpus(device, ranks)
     else:
@@ -129,19 +129,21 @@ def test_the_compiler_is_not_imported_with_megatron(monkeypatch):
 # ---------------------------------------------------------------- a rank's GPU
 
 
+class OtherDriver(CpuDriver):
+    usable = True
+
+    def available(self) -> bool:
+        return self.usable
+
+    def count(self) -> int:
+        return 2
+
+
 class Other(Cpu):
     """Another accelerator of a machine: a file of its own would hold as much."""
 
+    driver = OtherDriver()
     kind, backend, asynchronous, visible, lister = "xpu", "xccl", True, "ZE_AFFINITY_MASK", "xpu-smi"
-    usable = True
-
-    @classmethod
-    def available(cls) -> bool:
-        return cls.usable
-
-    @classmethod
-    def count(cls) -> int:
-        return 2
 
 
 def test_another_accelerator_is_a_row(monkeypatch):
@@ -156,7 +158,7 @@ def test_another_accelerator_is_a_row(monkeypatch):
     with pytest.raises(InputError, match="local rank 2 has no GPU: there are 2 on this machine"):
         pick("auto", 2)
     devices.device_of.cache_clear()  # other tests know no such device
-    monkeypatch.setattr(Other, "usable", False)
+    monkeypatch.setattr(OtherDriver, "usable", False)
     assert pick("auto", 1).type == "cpu"
     with pytest.raises(InputError, match=r"run\.device=xpu, but torch sees no GPU here"):
         pick("xpu", 0)

@@ -44,12 +44,12 @@ def pick(wanted: str, local_rank: int) -> torch.device:
     machine does not have it."""
     import torch
 
-    kind = next((name for name in _accelerators(wanted) if kind_of(name).available()), None)
+    kind = next((name for name in _accelerators(wanted) if kind_of(name).driver.available()), None)
     if kind is None and wanted in ACCELERATORS:
         raise InputError(missing(wanted))
     if kind is None:
         return torch.device("cpu")
-    count = kind_of(kind).count()
+    count = kind_of(kind).driver.count()
     if count == 1:  # Slurm's --gpus-per-task=1 and many operators show each rank its own (see engine/gpu)
         return torch.device(kind, 0)
     if local_rank >= count:
@@ -60,14 +60,14 @@ def pick(wanted: str, local_rank: int) -> torch.device:
 
 def for_forks(wanted: str) -> tuple[str, int]:
     """The kind of device that processes forked from this one would use, and how many of it they can use;
-    ("cpu", 0) where they would use none. Errors as from `Device.for_forks`."""
-    counts = ((name, kind_of(name).for_forks()) for name in _accelerators(wanted))
+    ("cpu", 0) where they would use none. Errors as from `Driver.for_forks`."""
+    counts = ((name, kind_of(name).driver.for_forks()) for name in _accelerators(wanted))
     return next(((name, count) for name, count in counts if count), ("cpu", 0))
 
 
 def started() -> bool:
     """Whether this process has used an accelerator."""
-    return any(kind_of(name).started() for name in ACCELERATORS)
+    return any(kind_of(name).driver.started() for name in ACCELERATORS)
 
 
 def missing(kind: str) -> str:

@@ -12,10 +12,25 @@ import torch
 from threed.base.errors import InputError
 from threed.devices import host
 from threed.devices.clock import HostClock
-from threed.devices.device import Device
+from threed.devices.device import Device, Driver
+
+
+class CpuDriver(Driver):
+    def available(self) -> bool:
+        return True
+
+    def count(self) -> int:
+        return 1
+
+    def for_forks(self) -> int:
+        return 0
+
+    def started(self) -> bool:
+        return False
 
 
 class Cpu(Device):
+    driver: ClassVar[Driver] = CpuDriver()
     kind: ClassVar[str] = "cpu"
     asynchronous: ClassVar[bool] = False
     backend: ClassVar[str] = "gloo"
@@ -25,22 +40,6 @@ class Cpu(Device):
     varlen: ClassVar[bool] = False
     dtype: ClassVar[torch.dtype] = torch.float32
     chunk: ClassVar[int] = 1 << 20  # few enough for its cache
-
-    @classmethod
-    def available(cls) -> bool:
-        return True
-
-    @classmethod
-    def count(cls) -> int:
-        return 1
-
-    @classmethod
-    def for_forks(cls) -> int:
-        return 0
-
-    @classmethod
-    def started(cls) -> bool:
-        return False
 
     def name(self) -> str:
         return f"CPU {platform.machine()}"

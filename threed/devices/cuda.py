@@ -15,7 +15,7 @@ import torch
 from threed.base.errors import InputError, RunError
 from threed.base.quantity import many
 from threed.devices import forks
-from threed.devices.device import Device
+from threed.devices.device import Device, Driver
 
 DRIVER_S = 120  # how long a child may take to start CUDA: some seconds with eight GPUs that nothing else uses
 # With this variable torch asks NVML, the driver's own library, whether there are GPUs: that starts nothing.
@@ -23,29 +23,14 @@ NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
-class Cuda(Device):
-    kind: ClassVar[str] = "cuda"
-    asynchronous: ClassVar[bool] = True
-    backend: ClassVar[str] = "nccl"
-    triton: ClassVar[bool] = True
-    rms_norm: ClassVar[bool] = True
-    grouped_mm: ClassVar[bool] = True
-    varlen: ClassVar[bool] = True
-    dtype: ClassVar[torch.dtype] = torch.bfloat16
-    chunk: ClassVar[int] = 1 << 22
-    visible: ClassVar[str] = VISIBLE
-    lister: ClassVar[str] = "nvidia-smi"
-
-    @classmethod
-    def available(cls) -> bool:
+class CudaDriver(Driver):
+    def available(self) -> bool:
         return torch.cuda.is_available()
 
-    @classmethod
-    def count(cls) -> int:
+    def count(self) -> int:
         return torch.cuda.device_count()
 
-    @classmethod
-    def for_forks(cls) -> int:
+    def for_forks(self) -> int:
         """A forked process cannot use CUDA once its parent has started it, as the question how many GPUs
         there are does (`cuInit`): torch calls such a fork bad. So every question is asked in a child."""
         if not torch.cuda._is_compiled():
@@ -72,9 +57,23 @@ class Cuda(Device):
                 "torch.cuda.init()' says why); run.device=cpu uses no GPU")
         return listed
 
-    @classmethod
-    def started(cls) -> bool:
+    def started(self) -> bool:
         return torch.cuda.is_initialized()
+
+
+class Cuda(Device):
+    driver: ClassVar[Driver] = CudaDriver()
+    kind: ClassVar[str] = "cuda"
+    asynchronous: ClassVar[bool] = True
+    backend: ClassVar[str] = "nccl"
+    triton: ClassVar[bool] = True
+    rms_norm: ClassVar[bool] = True
+    grouped_mm: ClassVar[bool] = True
+    varlen: ClassVar[bool] = True
+    dtype: ClassVar[torch.dtype] = torch.bfloat16
+    chunk: ClassVar[int] = 1 << 22
+    visible: ClassVar[str] = VISIBLE
+    lister: ClassVar[str] = "nvidia-smi"
 
     def name(self) -> str:
         return torch.cuda.get_device_name(self.torch_device)

@@ -11,6 +11,28 @@ import torch
 from threed.devices.clock import Clock
 
 
+class Driver(ABC):
+    """Which devices of a kind there are for this process."""
+
+    @abstractmethod
+    def available(self) -> bool:
+        """Whether this process can use one."""
+
+    @abstractmethod
+    def count(self) -> int:
+        """How many this process sees."""
+
+    @abstractmethod
+    def for_forks(self) -> int:
+        """How many can be used by processes that are forked from this one; 0 where there are none. InputError
+        where there are some, and such processes cannot use them; RunError where the driver does not
+        answer."""
+
+    @abstractmethod
+    def started(self) -> bool:
+        """Whether this process has used one, so that a fork of it cannot."""
+
+
 class Device(ABC):
     """A torch device, and what depends on its kind.
 
@@ -18,6 +40,7 @@ class Device(ABC):
     and torch.Event. A device that is not `asynchronous` has none: work has ended when its call returns.
     """
 
+    driver: ClassVar[Driver]
     kind: ClassVar[str]  # torch's name, and that in run.device
     asynchronous: ClassVar[bool]  # the host issues work to streams, and goes on; copies need pinned memory
     # of torch.distributed, for tensors on the device: "gloo", or one that connects at the first collective
@@ -33,30 +56,6 @@ class Device(ABC):
 
     def __init__(self, torch_device: torch.device):
         self.torch_device = torch_device
-
-    # ------------------------------------------------------------ which devices there are
-
-    @classmethod
-    @abstractmethod
-    def available(cls) -> bool:
-        """Whether this process can use one."""
-
-    @classmethod
-    @abstractmethod
-    def count(cls) -> int:
-        """How many this process sees."""
-
-    @classmethod
-    @abstractmethod
-    def for_forks(cls) -> int:
-        """How many can be used by processes that are forked from this one; 0 where there are none. InputError
-        where there are some, and such processes cannot use them; RunError where the driver does not
-        answer."""
-
-    @classmethod
-    @abstractmethod
-    def started(cls) -> bool:
-        """Whether this process has used one, so that a fork of it cannot."""
 
     # ------------------------------------------------------------ what it is
 

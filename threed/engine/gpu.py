@@ -67,7 +67,7 @@ def stay_beside(device: torch.device, sysfs: Path = SYSFS) -> None:
     for thread in map(int, os.listdir(THREADS)):  # a thread that starts later runs where its maker does
         os.sched_setaffinity(thread, cpus)
     if "OMP_NUM_THREADS" not in os.environ:
-        sharing = sum(near_cpus(gpu.bus(each), allowed, sysfs) == cpus for each in range(gpu.count()))
+        sharing = sum(near_cpus(gpu.bus(each), allowed, sysfs) == cpus for each in range(gpu.driver.count()))
         torch.set_num_threads(max(1, min(torch.get_num_threads(), len(cpus) // max(1, sharing))))
 
 

@@ -13,8 +13,7 @@ import pytest
 import threed
 from threed.base.errors import InputError
 from threed.cli.main import app
-from threed.html_report import colors, figures, html, timelines
-from threed.html_report import content as contents
+from threed.html_report import budget, colors, figures, html, timelines
 from threed.html_report.content import Content, thin
 from threed.html_report.drawing import byte_unit, finish, plotly, time_unit
 from threed.html_report.report import content
@@ -208,8 +207,8 @@ def test_units(toy):
 
 def test_large_plans(monkeypatch):
     """A part of the positions and micro-batches is drawn, and a note says which."""
-    monkeypatch.setattr(contents, "MOST_BOXES", 700)
-    monkeypatch.setattr(contents, "MOST_COMPUTED", 300)
+    monkeypatch.setattr(budget, "MOST_BOXES", 700)
+    monkeypatch.setattr(budget, "MOST_COMPUTED", 300)
     monkeypatch.setattr(figures, "CURVES", 3)
     large = content(threed.load("configs/toy.yaml", ["parallel.pp=8", "model.layers=14", "parallel.dp=1",
                                                      "parallel.tp=1", "train.micro_batch_size=1",
@@ -219,7 +218,7 @@ def test_large_plans(monkeypatch):
     assert "All lanes: 2 of 8 positions are drawn (pp0, pp7)" in notes and "Compute lanes: 3 of 8" in notes
     assert "Memory over time: 3 of 8 positions are drawn (pp0, pp4, pp7)" in notes
     assert all(note in page for note in large.notes)
-    monkeypatch.setattr(contents, "MOST_BOXES", 300)
+    monkeypatch.setattr(budget, "MOST_BOXES", 300)
     fewer = content(large.config)
     assert fewer.timeline([0]).lanes[0] and re.search("Micro-batches 0 to [0-9]+ of 48", fewer.notes[0])
 

@@ -1,19 +1,16 @@
 """Content: what a page shows, before it is drawn. All of it is read from the plan, from its walk with a
-clock, from the document of `predict`, and from the files of a run.
-
-A page has a budget of boxes. Where a plan has more, a part of its positions and micro-batches is drawn, and a
-note says which.
-"""
+clock, from the document of `predict`, and from the files of a run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from threed.base.errors import InputError
 from threed.base.mesh import Mesh
+from threed.html_report.budget import Budget
 from threed.html_report.colors import TEMPORARIES, of_kinds
 from threed.monitor.attribute import CAUSES, OF_FOLDS
 from threed.monitor.compare import attribute_walk, typical_step
@@ -34,8 +31,6 @@ from threed.program.summary import activations
 from threed.program.timeline_svg import DrawnOp, blocks
 from threed.schema import Config
 
-MOST_BOXES = 40_000  # in all lanes of a page; a browser draws those of some positions at a time
-MOST_COMPUTED = 12_000  # in the picture of the compute lanes, which are drawn together
 LAST = 10  # steps at the end of a run, of which measured numbers are means
 
 Lanes = dict[str, list[DrawnOp]]  # lane -> its blocks, in order
@@ -67,6 +62,10 @@ class Content:
     @property
     def plan(self) -> Plan:
         return self.priced.plan
+
+    @cached_property
+    def budget(self) -> Budget:
+        return Budget(self.plan.programs["train"], self.plan.table.num_microbatches, self.notes)
 
     @property
     def source(self) -> str:
@@ -148,52 +147,15 @@ class Content:
         lanes, waits = {}, {}
         for rank, trace in zip(traced.ranks, on_one_clock(traced, step), strict=True):
             position = rank.here.position
-            if position in {*self.drawn, *self.computed}:
+            if position in {*self.budget.drawn, *self.budget.computed}:
                 lanes[position] = self._lanes(rank.program, rank.lanes, *trace.times())
                 waiting = [span for span in spans(rank, trace) if span.waits]
                 waits[position] = _by_lane(waiting, lambda span: span.lane)
         return LaneTimeline(f"measured in step {step}, on the ranks of dp 0 and tp 0", lanes, waits)
 
-    @cached_property
-    def drawn(self) -> list[int]:
-        """Positions of which all lanes are drawn."""
-        return self._positions(MOST_BOXES, "All lanes", len)
-
-    @cached_property
-    def computed(self) -> list[int]:
-        """Positions of which the compute lane is drawn."""
-        return self._positions(MOST_COMPUTED, "Compute lanes", _computed)
-
-    def _positions(self, most: int, what: str, count: Callable[[Sequence[Instruction]], int]) -> list[int]:
-        programs = self.plan.programs["train"]
-        each = max(map(count, programs))
-        return self.spread(len(programs), max(2, most // each), what,
-                           f": all have {each * len(programs):,} boxes")
-
-    def spread(self, count: int, most: int, what: str, why: str = "") -> list[int]:
-        """Positions to draw: all, or `most`, from the first to the last. A note says which."""
-        if most >= count:
-            return list(range(count))
-        chosen = sorted({round(i * (count - 1) / (most - 1)) for i in range(most)})
-        self.notes.append(f"{what}: {len(chosen)} of {count} positions are drawn "
-                          f"({', '.join(f'pp{p}' for p in chosen)}){why}. Sums, peaks and bytes are of all.")
-        return chosen
-
-    @cached_property
-    def _numbers(self) -> range:
-        """Micro-batches of which boxes are drawn."""
-        count = self.plan.table.num_microbatches
-        longest = max(map(len, self.plan.programs["train"]))
-        if 2 * longest <= MOST_BOXES:
-            return range(count)
-        most = max(1, count * MOST_BOXES // (2 * longest))
-        self.notes.append(f"Micro-batches 0 to {most - 1} of {count} are drawn: one position alone has "
-                          f"{longest:,} instructions.")
-        return range(most)
-
     def _lanes(self, program: Sequence[Instruction], lanes: Sequence[str], start: Sequence[float],
                end: Sequence[float]) -> Lanes:
-        chosen = [i for i, item in enumerate(program) if item.microbatch in self._numbers
+        chosen = [i for i, item in enumerate(program) if item.microbatch in self.budget.microbatches
                   or item.microbatch < 0]
         return {lane: blocks([program[i] for i in indices], [start[i] for i in indices],
                              [end[i] for i in indices])
@@ -238,12 +200,6 @@ class Content:
         rows = [{cause: value or 0.0 for cause, value in row.items()
                  if value is not None or cause in OF_FOLDS.values()} for row in found]
         return rows if all(len(row) == len(CAUSES) for row in rows) else None
-
-
-def _computed(program: Sequence[Instruction]) -> int:
-    """How many boxes the compute lane of a program has."""
-    items = [(item.op, item.microbatch) for item in program if item.op in COMPUTE]
-    return 2 + sum(one != other for one, other in zip(items, items[1:]))
 
 
 def _by_lane(items: Sequence[Any], lane: Any) -> dict[str, list[Any]]:

@@ -115,7 +115,7 @@ def memory(content: Content) -> Any:
     """The bytes of a rank's device over the step, by kind of slot, with the peak marked."""
     go, make_subplots = plotly()
     rows = content.values["stages"]
-    positions = content.spread(len(rows), CURVES, "Memory over time")
+    positions = content.budget.spread(CURVES, "Memory over time")
     columns = min(2, len(positions))
     unit = byte_unit(max(row["peak_bytes"]["device"] for row in rows))
     clock = time_unit(content.values["step_time"])

@@ -32,15 +32,15 @@ class Panel(NamedTuple):
 
 def compute_lanes(content: Content) -> Any:
     """The compute lane of every position, or of some: the picture of the pipeline."""
-    panels = [(timeline.title, _rows(timeline, content.computed, ("compute",)))
-              for timeline in _timelines(content, content.computed)]
+    panels = [(timeline.title, _rows(timeline, content.budget.computed, ("compute",)))
+              for timeline in _timelines(content, content.budget.computed)]
     return _draw([panels], ["all"], 24, content.values["step_time"])
 
 
 def all_lanes(content: Content) -> Any:
     """Every lane, of as many positions at a time as are easy to read."""
-    timelines = _timelines(content, content.drawn)
-    lanes = {position: _lanes(timelines, position) for position in content.drawn}
+    timelines = _timelines(content, content.budget.drawn)
+    lanes = {position: _lanes(timelines, position) for position in content.budget.drawn}
     groups: list[list[int]] = []
     for position, names in lanes.items():
         if not groups or sum(len(lanes[p]) for p in groups[-1]) + len(names) > ROWS:

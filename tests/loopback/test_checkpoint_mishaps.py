@@ -20,6 +20,7 @@ from threed.base.errors import InputError
 from threed.checkpoint import box_reader as reading
 from threed.checkpoint import format as formats
 from threed.checkpoint import load as loading
+from threed.checkpoint import older
 from threed.checkpoint import save as saving
 from threed.checkpoint.choose import begin_lineage
 from threed.checkpoint.format import Manifest
@@ -155,9 +156,8 @@ def test_what_fails_after_the_rename(error, tmp_path, monkeypatch):
         raise error
 
     with monkeypatch.context() as patch:
-        for name in ("write_latest", "own"):
-            patch.setattr(saving, name, fail)
-        patch.setattr(saving, "remove", fail)
+        for module, name in ((saving, "write_latest"), (older, "own"), (older, "remove")):
+            patch.setattr(module, name, fail)
         _, outcome = go_on(config, say=said.append)
     assert outcome.problem is None and names(tmp_path) == {"step-00000001", "step-00000002"}
     assert len(said) == 2 and all(str(error) in line for line in said)
@@ -314,7 +314,7 @@ def test_older_ones_that_cannot_be_removed(tmp_path, monkeypatch):
         raise OSError(39, "Directory not empty")
 
     with monkeypatch.context() as patch:
-        patch.setattr(saving, "remove", busy)
+        patch.setattr(older, "remove", busy)
         _, outcome = go_on(config)
     assert outcome.problem is None and take(config)[0] == "step-00000002"
 

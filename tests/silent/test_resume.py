@@ -41,7 +41,8 @@ from tests.loopback.test_hugging_face_files import LLAMA, folder
 from threed.checkpoint.box_reader import BoxReader
 from threed.checkpoint.load import resume
 from threed.checkpoint.manifest import unseal
-from threed.checkpoint.save import Saver, SaveStage, tidy
+from threed.checkpoint.older import tidy
+from threed.checkpoint.save import Saver, SaveStage
 from threed.comm.group import Comm
 from threed.config.load import load
 from threed.engine.engine import Engine

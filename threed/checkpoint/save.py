@@ -22,7 +22,7 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,24 +38,22 @@ from threed.checkpoint.format import (
     Report,
     file_name,
     folder,
-    foreign,
     index_of,
     name_of,
     replace_text,
     sync,
 )
-from threed.checkpoint.lineage import Lineage, own, write_latest
+from threed.checkpoint.lineage import Lineage, write_latest
 from threed.checkpoint.manifest import FORMAT, seal, unseal
+from threed.checkpoint.older import REPLACED, OlderCheckpoints, said_of, tidy
 from threed.checkpoint.shard_file import Item, write
 from threed.comm.lanes import in_order
 from threed.engine.engine import Engine
 from threed.features.zero.shard import counts
 from threed.features.zero.units import UnitState
-from threed.schema import Config
 
 POLL_S = 0.1  # between two exchanges while ranks do nothing but write
 BUSY, DONE, FAILED, FULL = 0.0, 1.0, 2.0, 3.0  # a rank's status
-REMOVED, REPLACED = ".removed.tmp", ".replaced.tmp"
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -86,12 +84,11 @@ class Saver:
         `proved`: the checkpoint that the run resumed from. `being_copied` returns the checkpoint that must
         not be removed before its copy has ended. `say` gets warnings about older checkpoints, on rank 0."""
         self._engine, self._comm, self._config = engine, engine.comm, engine.config
-        self._lineage, self._synced, self._being_copied, self._say = lineage, synced, being_copied, say
-        self._proved = proved  # the newest checkpoint that this run has read, or read back, whole
+        self._lineage, self._synced = lineage, synced
         self._prunes = True  # whether older checkpoints may be removed
-        self._warned: set[str] = set()
         # part of the temporary folder's name, so that no other run writes into it
         self._attempt = self._comm.broadcast(uuid.uuid4().hex[:8])
+        self._older = OlderCheckpoints(self._config, lineage, self._attempt, proved, being_copied, say)
         self.stage = SaveStage.IDLE
         self.waits_for = torch.empty(0, dtype=torch.int64)  # ranks that have not finished the stage
         self._thread: threading.Thread | None = None
@@ -163,7 +160,8 @@ class Saver:
             only_full = not (asked == FAILED).any()
             if only_full and self._config.checkpoint.keep and self._prunes and not self._cleared:
                 self._cleared = True
-                self._start(SaveStage.CLEARING, self._clear, only_first=True)
+                self._start(SaveStage.CLEARING, lambda: self._older.make_room(self.step, self._problem),
+                            only_first=True)
             else:  # an Outcome comes only after UNDOING: the next save may write into the same folder at once
                 self._start(SaveStage.UNDOING, self._undo, only_first=True)
         elif self.stage is SaveStage.WRITING:
@@ -204,7 +202,7 @@ class Saver:
             except Exception as error:  # `_first_problem` collects the result
                 no_room = isinstance(error, OSError) and error.errno in _NO_ROOM
                 self._status = FULL if no_room else FAILED
-                self._result = f"rank {self._comm.rank} cannot write to {self._aside}: {_said_of(error)}"
+                self._result = f"rank {self._comm.rank} cannot write to {self._aside}: {said_of(error)}"
 
         self._thread = threading.Thread(target=body, daemon=True, name="save")
         self._thread.start()
@@ -219,25 +217,11 @@ class Saver:
         with contextlib.suppress(FileExistsError):
             self._aside.mkdir()
         if self._comm.rank == 0:
-            self._sweep()
+            self._older.sweep(self._aside)
         for state in self._engine.states.values():
             if state.snapshot is not None:
                 state.snapshot.wait()
         return write(self._aside / file_name(self._comm.rank), self._comm.rank, self._items)
-
-    def _clear(self) -> None:
-        """Remove older checkpoints of the lineage, all but the newest that this run has read, or read back.
-        (`latest` may name a damaged one.)"""
-        mine = self._own()
-        proved = [path for path in mine if self._proved is not None
-                  and path.resolve() == self._proved.resolve()]
-        kept = [*(proved or mine[:1]), self._being_copied()]
-        older = [path for path in mine if path not in kept]
-        names = ", ".join(path.name for path in older)
-        room = (f"{names} make room for the checkpoint of step {self.step}" if older
-                else "no older checkpoint can make room; it is tried once more")
-        self._say(f"warning: {self._problem}: {room}")
-        self._remove(older)
 
     def _publish(self, reports: list[Report]) -> None:
         aside, final = self._aside, self._final
@@ -250,62 +234,17 @@ class Saver:
             os.replace(final, older)
         os.replace(aside, final)
         sync(final.parent)
-        with self._warns(f"{older} could not be looked into"):
-            self._keep_foreign(older)
-        self._proved = final  # it is saved, even if anything below fails
-        with self._warns(f"{final.parent / LATEST} does not name {final.name}, which is saved, and from "
-                         "which a run resumes all the same"):
+        others = self._older
+        with others.warns(f"{older} could not be looked into"):
+            others.keep_foreign(final, older)
+        others.proved = final  # it is saved, even if anything below fails
+        with others.warns(f"{final.parent / LATEST} does not name {final.name}, which is saved, and from "
+                          "which a run resumes all the same"):
             write_latest(self._config, final.name, self._lineage)
-        with self._warns(f"older checkpoints in {final.parent} were not removed as checkpoint.keep asks"):
+        with others.warns(f"older checkpoints in {final.parent} were not removed as checkpoint.keep asks"):
             keep = self._config.checkpoint.keep
-            self._remove(self._own()[keep:] if keep and self._prunes else [])
-        self._sweep()
-
-    def _keep_foreign(self, older: Path) -> None:
-        """Files that no save has written are kept, where they were at the checkpoint's name."""
-        if found := foreign(older):
-            beside = older.with_name(f"{self._final.name}.found-{uuid.uuid4().hex[:8]}")
-            os.replace(older, beside)
-            self._warn(f"{self._final} was there, with what no save has written; it is now {beside}",
-                       ", ".join(found))
-
-    def _own(self) -> list[Path]:
-        """The checkpoints of this run's lineage, the newest first. Only these may be removed."""
-        def warn(path: Path, why: str) -> None:
-            self._warn(f"{path.name} is left alone, whatever checkpoint.keep says", why)
-
-        return own(self._config, self._lineage, self.step, warn)
-
-    def _remove(self, older: list[Path]) -> None:
-        """Remove older checkpoints. A failure is a warning, and the next save tries again."""
-        for path in older:
-            if path != self._being_copied():
-                with self._warns(f"{path} was not removed at once, and is tried again after the next save"):
-                    remove(path)
-
-    def _sweep(self) -> None:
-        """Try again to remove folders that could not be removed before: of failed saves of this start, and of
-        older checkpoints."""
-        here = folder(self._config)
-        with self._warns(f"temporary folders in {here} could not be removed"):
-            for aside in [*here.glob(f"*.{self._attempt}.tmp"), *here.glob(f"*{REMOVED}"),
-                          *here.glob(f"*{REPLACED}")]:
-                replaced = aside.name.endswith(REPLACED)
-                if aside != self._aside and not (replaced and not _whole(aside).exists()):
-                    _remove_all(aside)
-
-    @contextlib.contextmanager
-    def _warns(self, what: str) -> Iterator[None]:
-        """A failure inside prints a warning, once for each `what`, and is not raised."""
-        try:
-            yield
-        except Exception as error:
-            self._warn(what, _said_of(error))
-
-    def _warn(self, what: str, why: str) -> None:
-        if what not in self._warned:
-            self._warned.add(what)
-            self._say(f"warning: {what}: {why}")
+            others.remove(others.own(self.step)[keep:] if keep and self._prunes else [])
+        others.sweep(aside)
 
     def _undo(self) -> None:
         shutil.rmtree(self._aside, ignore_errors=True)
@@ -339,44 +278,3 @@ def describe(aside: Path, manifest: dict[str, Any], reports: list[Report]) -> No
             raise OSError(f"{name} has {size} bytes, and its rank wrote {entry.size}")
     if (aside / INDEX).read_bytes() != index or unseal(aside).parameters != parameters:
         raise OSError(f"{INDEX} or {MANIFEST} reads back otherwise than it was written")
-
-
-def _said_of(error: Exception) -> str:
-    return str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-
-
-def _whole(replaced: Path) -> Path:
-    """The checkpoint that replaced this older one."""
-    return replaced.with_name(replaced.name.removesuffix(REPLACED))
-
-
-def remove(path: Path) -> None:
-    """Remove a checkpoint. It is renamed first, so that a process killed meanwhile leaves no folder that
-    looks like a checkpoint."""
-    aside = path.with_suffix(REMOVED)
-    shutil.rmtree(aside, ignore_errors=True)
-    os.replace(path, aside)
-    _remove_all(aside)
-
-
-def _remove_all(path: Path) -> None:
-    """Remove as much of a folder as possible; OSError of the first failure."""
-    try:
-        shutil.rmtree(path)
-    except FileNotFoundError:
-        pass
-    except OSError:
-        shutil.rmtree(path, ignore_errors=True)
-        raise
-
-
-def tidy(config: Config) -> None:
-    """Remove what a killed run left half written or half removed; restore the checkpoint that it was about to
-    replace."""
-    for aside in folder(config).glob("*.tmp"):
-        if aside.name.endswith(REPLACED) and not _whole(aside).exists():
-            os.replace(aside, _whole(aside))
-        elif aside.is_dir():
-            shutil.rmtree(aside, ignore_errors=True)
-        else:
-            aside.unlink(missing_ok=True)

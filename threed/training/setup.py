@@ -23,10 +23,9 @@ from threed.base.restart import Pace
 from threed.base.version import __version__
 from threed.checkpoint.choose import begin_lineage
 from threed.checkpoint.load import Resumed, resume
-from threed.checkpoint.save import tidy
+from threed.checkpoint.older import tidy
 from threed.comm.group import Comm
 from threed.comm.process import ProcessComm
-from threed.config import validate
 from threed.data.identity import identity
 from threed.data.mix import open_splits, report
 from threed.data.prompts import keep_tokenizer
@@ -47,7 +46,7 @@ from threed.optim.registry import OPTIMIZERS
 from threed.planner import Pipeline, analyse, make_mesh, make_pipeline
 from threed.planner.auto import choices, chosen_for, with_choices
 from threed.planner.from_config import config_of, save_config
-from threed.planner.warnings import undivided, unequal, unpaired
+from threed.planner.warnings import warnings_of
 from threed.prediction.hardware import Hardware
 from threed.prediction.peak import plan_room
 from threed.program.analysis import Analysis
@@ -200,10 +199,9 @@ def _open_log(config: Config, analysis: Analysis, comm: Comm, watch: Watch, clos
     log = Log(config)
     closing.callback(_close_log, log, watch)
     tidy(config)
-    plan = analysis.plan
-    lines = [*validate.warnings(config), *undivided(config, plan.programs["train"]), *unpaired(plan),
-             *unequal(config)]
-    for line in [*lines, *_without_compiler(config, comm.device), *shortcomings(config, comm.device)]:
+    plan, device = analysis.plan, comm.device
+    lines = [*warnings_of(config, plan), *_without_compiler(config, device), *shortcomings(config, device)]
+    for line in lines:
         log.say(f"warning: {line}")
     chosen = attention(config, comm.device)
     log.say(f"{comm.mesh.draw()}\n{len(plan)} instructions, plan {analysis.digest}, {comm.device.type}, "

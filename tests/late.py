@@ -94,8 +94,8 @@ def _spoiling(engine: Engine, handler: Callable) -> Callable:
             if state.part.unit.whole and state.part.unit.weight_home == Tier.DEVICE:
                 kept = slice(*state.part.owned)  # the rank's own part is what it gathers from
         elif instruction.op == Op.STEP:
-            slot = engine.plan.table.weight(unit).on(Tier.HOST)
-            kept = slice(0, None if slot == engine.plan.table.weight(unit) else 0)
+            slot = engine.plan.table.shards.weight(unit).on(Tier.HOST)
+            kept = slice(0, None if slot == engine.plan.table.shards.weight(unit) else 0)
         elif instruction.op in (Op.REDUCE, Op.OFFLOAD):
             slot = None
         else:
@@ -122,7 +122,8 @@ def _spoiling(engine: Engine, handler: Callable) -> Callable:
 def _on_the_way(engine: Engine, instruction: Instruction) -> torch.Tensor | None:
     """The reduced gradient of a unit in a buffer of its own, on the device or on the host; None where it is
     added to what is there, and where its memory is one with that of the device."""
-    gradient, streams = engine.states[instruction.unit].gradient, engine.plan.table.streams(instruction.unit)
+    gradient = engine.states[instruction.unit].gradient
+    streams = engine.plan.table.shards.streams(instruction.unit)
     if instruction.op == Op.REDUCE:
         return gradient.shard if streams else None
     lowers = instruction.kind in ("gshard", "gprev") and not streams and gradient.host is not gradient.shard

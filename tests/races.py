@@ -106,9 +106,9 @@ def _own(slot: Slot, table: Table) -> object:
     """Memory of a slot that has its own. Some slots are parts of others."""
     if slot.kind == "pshard" and slot.tier == Tier.DEVICE and table.parameters[slot.unit].whole:
         return slot._replace(kind="param")
-    if slot.kind == "gprev" and table.streams(slot.unit):
+    if slot.kind == "gprev" and table.shards.streams(slot.unit):
         return slot._replace(kind="gshard")
-    if slot.tier == Tier.DEVICE and slot.kind in _GRADIENTS and table.in_place(slot.unit):
+    if slot.tier == Tier.DEVICE and slot.kind in _GRADIENTS and table.shards.in_place(slot.unit):
         return "whole gradient", slot.unit
     if slot.tier == Tier.DEVICE and slot.kind in _GRADIENTS[1:]:
         return "reduced gradient", slot.unit

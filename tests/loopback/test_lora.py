@@ -195,7 +195,7 @@ def test_the_plan_has_nothing_for_frozen_units():
                    if item.unit in frozen and item.op in (Op.REDUCE, Op.STEP, Op.GATHER, Op.OFFLOAD)}
             assert ops <= ({Op.GATHER} if stage == 3 else set())
         for position, row in enumerate(stages(Analysis(plan))):
-            trained = sum(plan.table.shard_numel(p) for p in plan.table.stepped(position))
+            trained = sum(plan.table.shards.numel(p) for p in plan.table.stepped(position))
             assert row.optimizer_bytes == 8 * trained > 0
             assert row.gradient_bytes == 4 * trained * (2 if stage == 1 else 1)
             assert row.snapshot_bytes == 12 * trained // (2 if stage == 0 else 1)

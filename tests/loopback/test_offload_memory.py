@@ -68,7 +68,7 @@ def by_tier(engine: Engine) -> dict[str, Storages]:
         "parameter_bytes": [state.weights.at_home for state in states
                             if state.part.unit.weight_home == "device"],
         "gradient_bytes": [state.gradient.shard for state in states
-                           if not shared.table.streams(state.part.number)],
+                           if not shared.table.shards.streams(state.part.number)],
         "optimizer_bytes": [thing for state in states if state.part.unit.state_home == "device"
                             for thing in (state.optimizer_state._master, state.optimizer_state.buffers)]}
     return {name: reach(things) for name, things in of.items()}

@@ -110,4 +110,4 @@ def test_bytes(name, device, host):
                                   (["offload.optimizer=nvme", FILES], Tier.DISK, host)):
         table = make_plan(tiny(*DP, "zero.stage=1", f"optimizer.name={name}", *overrides)).table
         for unit in table.parameters:
-            assert table.size(Slot("state", unit, tier=tier)) == each * table.shard_numel(unit)
+            assert table.size(Slot("state", unit, tier=tier)) == each * table.shards.numel(unit)

@@ -59,7 +59,7 @@ def test_a_kind_has_an_optimizer(cell, monkeypatch, tmp_path):
             "nvme": ["offload.optimizer=nvme", f"offload.nvme_path={tmp_path}", "zero.stage=3"]} | CELLS
     config = tiny("model.layers=2", "optimizer.lr=0.02", *more[cell])
     table = make_plan(config).table
-    sizes = {unit.kind: table.size(table.state(p)) // table.shard_numel(p)
+    sizes = {unit.kind: table.size(table.shards.state(p)) // table.shards.numel(p)
              for p, unit in table.parameters.items()}
     assert sizes["own"] - sizes["mlp"] == 8  # AdamW's two buffers
     assert {unit.optimizer for unit in table.parameters.values()} == {"", "sgd"}

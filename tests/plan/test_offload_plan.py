@@ -140,7 +140,7 @@ class Tiers:
         self.waits: set[int] = set()  # gradients that wait for the next program
 
         if name in APPLIES_WAITING:  # the program before has left them
-            self.sums = set(filter(table.streams, self._waiting()))
+            self.sums = set(filter(table.shards.streams, self._waiting()))
             self.waits = self._waiting() - self.sums
 
     def _waiting(self) -> set[int]:
@@ -156,7 +156,7 @@ class Tiers:
         unit = self.table.parameters.get(item.unit)
         if (
             item.op == Op.REDUCE
-            and self.table.streams(item.unit)
+            and self.table.shards.streams(item.unit)
             and item.group == self.table.parameters[item.unit].shard_group
         ):
             add(self.gradients, item.unit)
@@ -164,7 +164,7 @@ class Tiers:
             self.waits |= self._waiting() - self.sums
         elif item.op == Op.STEP and unit is not None and unit.state_home != "device":
             assert unit.state_home == "host" or item.unit in self.states
-            (self.sums if self.table.streams(item.unit) else self.down).remove(item.unit)
+            (self.sums if self.table.shards.streams(item.unit) else self.down).remove(item.unit)
             if unit.weight_home != "host":
                 add(self.weights, item.unit)
         elif item.op == Op.GATHER and unit is not None and unit.weight_home != "device":
@@ -178,7 +178,7 @@ class Tiers:
             assert not fetch and unit.state_home != "device"
             if item.kind == "gprev":
                 self.waits.remove(item.unit)
-            if self.table.streams(item.unit):
+            if self.table.shards.streams(item.unit):
                 self.gradients.remove(item.unit)
                 self.sums.add(item.unit)
             else:
@@ -190,7 +190,7 @@ class Tiers:
             assert unit.weight_home == "disk"
             add(self.weights, item.unit) if fetch else self.weights.remove(item.unit)
         else:
-            assert fetch and item.kind == self.table.weight(item.unit).kind
+            assert fetch and item.kind == self.table.shards.weight(item.unit).kind
             if unit.weight_home != "host":
                 self.weights.remove(item.unit)
             if unit.weight_home != "device":
@@ -248,7 +248,7 @@ def test_steps_of_disk_and_device_overlap(overlap, name):
 def rooms_of(table: Table) -> dict[str, Callable[[int], int]]:
     """The size of a unit's buffer as its pool counts it: elements, or bytes; whole blocks if a file is read
     into it."""
-    part, itemsize = table.shard_numel, table.elements.param
+    part, itemsize = table.shards.numel, table.elements.param
     return {"states": lambda p: round_up(part(p) * 12, ALIGNMENT), "up": part, "gradients": part,
             "down": part, "weights": lambda p: round_up(part(p) * itemsize, ALIGNMENT) // itemsize}
 
@@ -267,7 +267,7 @@ def test_buffers_are_enough_and_no_more(drawn):
                     for kind, room in rooms.items():
                         most[kind] |= Counter(map(room, getattr(tiers, kind)))
             pools = analysis.buffers(position)
-            of_size = Counter(map(table.shard_numel, table.held(position)))
+            of_size = Counter(map(table.shards.numel, table.held(position)))
             for kind, pool in (("states", pools.host_states), ("weights", pools.host_weights),
                                ("up", pools.pshards)):
                 assert pool == most[kind], kind
@@ -276,7 +276,7 @@ def test_buffers_are_enough_and_no_more(drawn):
                                 for numel, count in most[kind].items()}, kind
             times = lowered(plan.table, plan.programs["train"][position])
             several = {numel for unit, count in times.items() if count > 1
-                       for numel in [table.shard_numel(unit)]}
+                       for numel in [table.shards.numel(unit)]}
             assert pools.adding == 2 * max(several, default=0) and several <= pools.gshards.keys()
 
 
@@ -291,7 +291,7 @@ def moved(plan: Plan) -> list[tuple[Counter[str], int]]:
         for item in program:
             if item.op in (Op.OFFLOAD, Op.FETCH):
                 lanes[effects(item, plan.table, position).lane] += moved_by(plan.table, item)
-        of_positions.append((lanes, sum(plan.table.shard_numel(p) for p in plan.table.held(position))))
+        of_positions.append((lanes, sum(plan.table.shards.numel(p) for p in plan.table.held(position))))
         assert rows[position].moved_bytes == lanes
     return of_positions
 
@@ -330,7 +330,7 @@ def test_bytes_of_parameters(where):
                    "precision.dtype=bf16",
                    "zero.reduce_every=step")
     for (lanes, numel), program in zip(moved(plan), plan.programs["train"], strict=True):
-        up = sum(2 * plan.table.shard_numel(item.unit) for item in program if item.op == Op.GATHER)
+        up = sum(2 * plan.table.shards.numel(item.unit) for item in program if item.op == Op.GATHER)
         assert lanes["h2d"] == up > 2 * numel
         assert (lanes["read"], lanes["write"]) == ((up, 2 * numel) if where == "nvme" else (0, 0))
 

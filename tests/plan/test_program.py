@@ -133,7 +133,7 @@ def test_each_pass_puts_in_what_it_should(stage, tied):
         gathers = [item.unit for item in program if item.op == Op.GATHER]
         assert sorted(gathers) == (sorted(held) if stage == 1 else [])
         reduces = Counter((item.unit, item.group) for item in program if item.op == Op.REDUCE)
-        assert reduces == Counter((p, step.group) for p in held for step in plan.table.reductions(p))
+        assert reduces == Counter((p, step.group) for p in held for step in plan.table.shards.reductions(p))
         assert [item.unit for item in program if item.op == Op.STEP] == list(held)
         ties = [item for item in program if item.group == "tie"]
         assert len(ties) == int(tied)

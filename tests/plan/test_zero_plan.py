@@ -303,7 +303,7 @@ def test_number_of_reductions(place, stage):
             reduced = Counter((item.unit, item.group) for item in program if item.op == Op.REDUCE)
             often = ("tp", "dp", "shard")
             expected = {(p, step.group): times if step.group in often else 1
-                        for p in plan.table.held(position) for step in plan.table.reductions(p)}
+                        for p in plan.table.held(position) for step in plan.table.shards.reductions(p)}
             assert reduced == Counter(expected), (m, k)
 
 

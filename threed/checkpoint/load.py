@@ -284,7 +284,7 @@ def _prove(manifest: Manifest, zero: ZeroRun, rounded: dict[tuple[str, str], int
     tp ranks, of both ends of a tie. `rounded`: by how much checksums of 16-bit weights are smaller than those
     of the fp32 values that were read."""
     comm, table, padded = zero.comm, zero.table, _padded_otherwise(manifest, zero)
-    buffers = dict.fromkeys(buffer.name for unit in table.parameters for buffer in table.buffers(unit))
+    buffers = dict.fromkeys(buffer.name for unit in table.parameters for buffer in table.shards.buffers(unit))
     kinds = "param", *buffers
     sums, problem = _together(comm, lambda: _sums(zero, rounded))
     kept = {(name, kind) for state in zero.states.values() for kind in state.kept()

@@ -92,7 +92,7 @@ class Engine:
         # Behind a FETCH also the GATHER of a single rank would hold up the computation that comes before it.
         for name in {GROUPS[item.group].lane for programs in plan.programs.values()
                      for item in programs[position] if item.op == Op.GATHER and not item.of_slot
-                     and table.away(item.unit)}:
+                     and table.shards.away(item.unit)}:
             comm.lane(name, beside=True)
         self.clock = device_of(comm.device).clock()
         self._ended: list[Any] = []  # marks of the program under way: the end of each instruction

@@ -156,14 +156,14 @@ class Bounds:
             times = 0.0 if layout.stage < 2 or layout.reduce_every == "step" else 1 / config.reduce_every
             meanwhile = layout.offload_optimizer and (away.overlap != "none" or away.ratio < 1)
             lowers = {p: Instruction(Op.OFFLOAD, p, kind="gshard") for p, row in rows.items()
-                      if times and row.trains and table.streams(p) and away.ratio == 1}
+                      if times and row.trains and table.shards.streams(p) and away.ratio == 1}
             each = config.num_microbatches // config.reduce_every
             programs = {"train": [tuple(lowers.values()) * each]} if lowers else {}
             price = cost(Plan(table, programs, config), self.hardware)
 
             def seconds(p: int) -> PartSeconds:
                 row, gather_s, sums = rows[p], 0.0, [0.0]
-                if table.is_cut(p):
+                if table.shards.is_cut(p):
                     gather_s = price(0, Instruction(Op.GATHER, p, group=row.shard_group))
                 if row.trains:
                     sums = [price(0, Instruction(Op.REDUCE, p, group=step.group)) for step in row.reductions

@@ -94,15 +94,15 @@ class MemoryFilter:
             ratio = config.offload.ratio
 
             def part(p: int) -> PartBytes:
-                held = table.parameters[p]
+                held, shards = table.parameters[p], table.shards
                 fixed, host = parameter_bytes(table, p), 0
                 if held.trains:
                     away = ratio if held.state_home != Tier.DEVICE else 0.0
-                    each = table.state_bytes(Tier.HOST, p) + table.streams(p) * table.elements.grad
-                    host = round(away * table.shard_numel(p) * each) * (held.state_home == Tier.HOST)
+                    each = shards.state_bytes(Tier.HOST, p) + shards.streams(p) * table.elements.grad
+                    host = round(away * shards.numel(p) * each) * (held.state_home == Tier.HOST)
                     fixed += gradient_bytes(table, p) + round(
-                        (1 - away) * table.shard_numel(p) * table.state_bytes(Tier.DEVICE, p))
-                pooled, gathered = held.trains and not table.in_place(p), not held.whole and table.is_cut(p)
+                        (1 - away) * shards.numel(p) * shards.state_bytes(Tier.DEVICE, p))
+                pooled, gathered = held.trains and not shards.in_place(p), not held.whole and shards.is_cut(p)
                 return PartBytes(held.numel, fixed, host, held.trains, pooled, gathered,
                                  any(step.staged and step.ranks > 1 for step in held.reductions))
 

@@ -150,9 +150,9 @@ class _Compute:
     def step(self, index: int) -> float:
         """STEP reads gradient, master and buffers, and writes master, buffers and the parameter."""
         table = self.table
-        numel, home = table.shard_numel(index), table.parameters[index].state_home
-        size = numel * (2 * table.state_bytes(Tier.HOST, index) + table.elements.grad
-                        + table.param_bytes(index))
+        numel, home = table.shards.numel(index), table.parameters[index].state_home
+        size = numel * (2 * table.shards.state_bytes(Tier.HOST, index) + table.elements.grad
+                        + table.shards.param_bytes(index))
         return self.prices.update(size, home != Tier.DEVICE)
 
     def added(self, size: int) -> float:
@@ -161,8 +161,8 @@ class _Compute:
 
     def norm(self, position: int) -> float:
         """CLIP reads the gradients where they are. (What leaves the device in one piece is read before.)"""
-        table = self.table
-        return sum(self.prices.update(table.shard_numel(unit) * table.elements.grad, table.adds_on_host(unit))
+        table, shards = self.table, self.table.shards
+        return sum(self.prices.update(shards.numel(unit) * table.elements.grad, shards.adds_on_host(unit))
                    for unit in table.stepped(position))
 
 

@@ -64,7 +64,7 @@ def report(priced: PricedPlan, machine: Hardware, verify_every: int = 0) -> dict
     bubble = sum(row["bubble"] for row in rows) / len(rows)
     longer = {"exposed_transfer_s": 0.0, "exposed_host_s": 0.0}
     if any(row["transfer_s"] for row in rows):
-        on_host = [{unit for unit in plan.table.stepped(position) if plan.table.away(unit)}
+        on_host = [{unit for unit in plan.table.stepped(position) if plan.table.shards.away(unit)}
                    for position in range(len(rows))]
         without: dict[str, Cost] = {
             "exposed_transfer_s": lambda at, item: 0.0 if item.op in _BETWEEN_TIERS else cost(at, item),

@@ -84,7 +84,7 @@ def count_buffers(table: Table, position: int, links: Sequence[Links]) -> Buffer
     # One more gradient of a size than are alive: the next is added up while the last is still on its way.
     units = {name: Counter(size_in(Slot(kind, unit), name, table) for unit in some)
              for name, kind, some in (("params", "param", table.held(position)), ("grads", "wgrad", held))}
-    parts = Counter(table.shard_numel(unit) for unit in held)
+    parts = Counter(table.shards.numel(unit) for unit in held)
     for name in ("gshards", "host_grads"):
         most[name] = Counter({numel: min(count + 1, parts[numel]) for numel, count in most[name].items()})
     shared = {name: shared_sizes(times, units[name], spare=name == "grads") for name, times in taken.items()}
@@ -133,14 +133,14 @@ def pool_of(slot: Slot, table: Table) -> str | None:
         return None
     if kind == "param" and not on_host and not table.parameters[slot.unit].whole:
         return "params"
-    if kind == "wgrad" and not table.in_place(slot.unit):
+    if kind == "wgrad" and not table.shards.in_place(slot.unit):
         return "grads"
     if kind in ("gshard", "gprev"):
-        streams = table.streams(slot.unit)
+        streams = table.shards.streams(slot.unit)
         return (None if streams else "host_grads") if on_host else "gshards" if streams else None
-    if kind in ("param", "pshard") and slot != table.weight(slot.unit):
+    if kind in ("param", "pshard") and slot != table.shards.weight(slot.unit):
         return "host_weights" if on_host else "pshards" if kind == "pshard" else None
-    return "host_states" if kind == "state" and on_host and slot != table.state(slot.unit) else None
+    return "host_states" if kind == "state" and on_host and slot != table.shards.state(slot.unit) else None
 
 
 def size_in(slot: Slot, name: str, table: Table) -> int:
@@ -152,22 +152,22 @@ def size_in(slot: Slot, name: str, table: Table) -> int:
     if name == "grads":
         return table.parameters[slot.unit].numel
     if name in ("params", "pshards"):
-        numel = table.parameters[slot.unit].numel if name == "params" else table.shard_numel(slot.unit)
+        numel = table.parameters[slot.unit].numel if name == "params" else table.shards.numel(slot.unit)
         return _in_pool(numel, slot.unit, table)
     if name in ("kept", "host_kept"):
         return table.size(slot) // table.elements.param
-    return table.shard_numel(slot.unit)
+    return table.shards.numel(slot.unit)
 
 
 def _in_pool(numel: int, unit: int, table: Table) -> int:
     """Elements, of those of a pool of weights, for so many weights of a parameter unit."""
-    return numel * table.param_bytes(unit) // table.elements.param
+    return numel * table.shards.param_bytes(unit) // table.elements.param
 
 
 def _staging(table: Table, held: tuple[int, ...]) -> int:
     """Bytes of the staging buffer: every part of a gradient arrives before the sum is taken, and a gradient
     that travels in another dtype is cast first."""
-    if not any(step.staged and step.ranks > 1 for unit in held for step in table.reductions(unit)):
+    if not any(step.staged and step.ranks > 1 for unit in held for step in table.shards.reductions(unit)):
         return 0
     times = 1 if table.elements.reduce == table.elements.grad else 2
     return max((table.parameters[unit].numel for unit in held), default=0) * table.elements.reduce * times
@@ -176,7 +176,7 @@ def _staging(table: Table, held: tuple[int, ...]) -> int:
 def _adding(table: Table, links: Sequence[Links]) -> int:
     """Elements of the buffer in which a gradient arrives, a piece at a time, to be added to what the host has
     of it from earlier in the step: 0 where every gradient goes to the host once."""
-    sizes = (table.shard_numel(unit) for linked in links
+    sizes = (table.shards.numel(unit) for linked in links
              for unit, count in lowered(table, linked.program).items() if count > 1)
     return 2 * min(PIECE, max(sizes, default=0))  # one is added while the next arrives
 
@@ -184,7 +184,7 @@ def _adding(table: Table, links: Sequence[Links]) -> int:
 def lowered(table: Table, program: Program) -> Counter[int]:
     """Parameter unit -> how often a reduced part of its gradient goes to the host in a program, of units
     whose parts are added up there."""
-    if not any(map(table.streams, table.parameters)):  # a program is long
+    if not any(map(table.shards.streams, table.parameters)):  # a program is long
         return Counter()
     return Counter(item.unit for item in program
-                   if item.op == Op.OFFLOAD and item.kind == "gshard" and table.streams(item.unit))
+                   if item.op == Op.OFFLOAD and item.kind == "gshard" and table.shards.streams(item.unit))

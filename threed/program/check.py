@@ -237,7 +237,7 @@ def _check_copies(name: str, programs: Sequence[Program], position: int, table: 
 def _check_waiting(name: str, programs: Sequence[Program], position: int, table: Table, links: Links,
                    units: Collection[int]) -> None:
     """The update of a step before comes before all that read the unit's weights."""
-    weights = {table.weight(unit) for unit in units}
+    weights = {table.shards.weight(unit) for unit in units}
     about = {form for form in dict.fromkeys(links.forms) if weights.intersection(form.effect.reads)
              or weights.intersection(form.effect.updates)} if weights else set[Form]()
     read: set[Slot] = set()

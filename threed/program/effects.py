@@ -196,7 +196,7 @@ def _gather(item: Instruction, table: Table, _: int) -> Effects:
     if unit.whole and not unit.trains:
         raise KeyError(f"every rank holds all of p{item.unit}, and nothing of it is gathered")
     part = (Slot("pshard", item.unit),)
-    resident = table.weight(item.unit) in part  # otherwise it was fetched for this GATHER
+    resident = table.shards.weight(item.unit) in part  # otherwise it was fetched for this GATHER
     return Effects(GROUPS[item.group].lane, part, (Slot("param", item.unit),), frees=() if resident else part,
                    groups=(item.group,))
 
@@ -212,7 +212,7 @@ def _reduce(item: Instruction, table: Table, _: int) -> Effects:
     if item.of_slot:
         return _travel(item, table)
     unit = item.unit
-    step = next((step for step in table.reductions(unit) if step.group == item.group), None)
+    step = next((step for step in table.shards.reductions(unit) if step.group == item.group), None)
     if step is None:
         raise KeyError(f"p{unit} has no reduction over '{item.group}'")
     source, target, lane = (Slot(step.takes, unit),), (Slot(step.makes, unit),), GROUPS[item.group].lane
@@ -223,16 +223,16 @@ def _reduce(item: Instruction, table: Table, _: int) -> Effects:
     frees = (*source, Slot("wgrad", unit)) if step.takes == "wsum" else source
     # From ZeRO-2 on a step has several such reductions: their results are added up on the device of the rank
     # that keeps them. (Where `streams` says so, they are added up on its host instead.)
-    several = (item.group == table.parameters[unit].shard_group and not table.in_place(unit)
-               and not table.streams(unit))
+    several = (item.group == table.parameters[unit].shard_group and not table.shards.in_place(unit)
+               and not table.shards.streams(unit))
     writes, adds = ((), target) if several else (target, ())
     return Effects(lane, source, writes, adds, frees=frees, groups=(item.group,))
 
 
 def _clip(item: Instruction, table: Table, position: int) -> Effects:
     held = table.stepped(position)
-    gradients = () if item.gradients == "none" else tuple(map(table.gradient, held))
-    loss = (Slot("loss"),) if table.makes_loss(position) else ()
+    gradients = () if item.gradients == "none" else tuple(map(table.shards.gradient, held))
+    loss = (Slot("loss"),) if any(table.units[u].loss for u in table.units_of(position)) else ()
     waiting = table.waiting(position) if item.gradients == "wait" else ()
     freed = (gradients if item.gradients == "drop" else
              tuple(slot._replace(kind="gshard") for slot in waiting))
@@ -244,10 +244,10 @@ def _step(item: Instruction, table: Table, position: int) -> Effects:
     unit = item.unit
     if not table.parameters[unit].trains:
         raise KeyError(f"p{unit} is frozen")
-    if item.age and not (table.update.overlap and table.away(unit)):
+    if item.age and not (table.update.overlap and table.shards.away(unit)):
         raise KeyError(f"{item}: no gradient of p{unit} waits for the next step")
-    weight, state = table.weight(unit), table.state(unit)
-    tier = Tier.HOST if table.away(unit) else Tier.DEVICE
+    weight, state = table.shards.weight(unit), table.shards.state(unit)
+    tier = Tier.HOST if table.shards.away(unit) else Tier.DEVICE
     gradient = (Slot("gprev" if item.age else "gshard", unit, tier=tier),)
     # The scale of a gradient of the step before is known since the CLIP of that step.
     reads = gradient if item.age else (*gradient, Slot("scale"))
@@ -307,9 +307,9 @@ def _of_unit(move: Callable[[Instruction, Table], Effects | None],
 
 def _move_gradient(item: Instruction, table: Table) -> Effects | None:
     """A gradient goes to the host, where STEP reads it: once, before its STEP, or part by part."""
-    upper, streams = item.slot, table.streams(item.unit)
+    upper, streams = item.slot, table.shards.streams(item.unit)
     waits = upper.kind == "gprev"
-    if (item.op != Op.OFFLOAD or upper.tier != Tier.DEVICE or not table.away(item.unit)
+    if (item.op != Op.OFFLOAD or upper.tier != Tier.DEVICE or not table.shards.away(item.unit)
             or (waits and (streams or not table.update.overlap))):
         return None
     writes, adds = ((), (upper.below,)) if streams else ((upper.below,), ())
@@ -319,7 +319,7 @@ def _move_gradient(item: Instruction, table: Table) -> Effects | None:
 def _move_state(item: Instruction, table: Table) -> Effects | None:
     """Optimizer state goes between host and disk: only one of the two holds it."""
     upper = item.slot
-    if upper.tier != Tier.HOST or table.state(item.unit) != upper.below:
+    if upper.tier != Tier.HOST or table.shards.state(item.unit) != upper.below:
         return None
     source, target = (upper, upper.below) if item.op == Op.OFFLOAD else (upper.below, upper)
     return Effects(_LANES[item.op, upper.tier], (source,), (target,), frees=(source,))
@@ -327,9 +327,9 @@ def _move_state(item: Instruction, table: Table) -> Effects | None:
 
 def _move_weight(item: Instruction, table: Table) -> Effects | None:
     """A weight goes up for a GATHER, or to its home tier after the host has stepped it."""
-    upper, weight = item.slot, table.weight(item.unit)
+    upper, weight = item.slot, table.shards.weight(item.unit)
     lower, lane = upper.below, _LANES[item.op, item.tier]
-    if item.op == Op.FETCH and upper == weight and table.state(item.unit).tier != Tier.DEVICE:
+    if item.op == Op.FETCH and upper == weight and table.shards.state(item.unit).tier != Tier.DEVICE:
         return Effects(lane, (lower,), updates=(upper,), frees=(lower,))
     if item.op == Op.FETCH and upper.kind == "pshard" and weight.tier.depth >= lower.tier.depth:
         return Effects(lane, (lower,), (upper,), frees=() if lower == weight else (lower,))
@@ -344,9 +344,9 @@ def _move_snapshot(item: Instruction, table: Table, position: int) -> Effects:
     saves = table.update.snapshots and unit in table.copied(position)
     if item.op != Op.OFFLOAD or item.tier != Tier.DEVICE or item.microbatch >= 0 or item.age or not saves:
         raise KeyError(str(item))
-    state = table.state(unit)
+    state = table.shards.state(unit)
     lane = "d2h" if state.tier == Tier.DEVICE else "host"  # a copy inside the host is a thread's work
-    return Effects(lane, (table.weight(unit), state), updates=(item.slot.below,))
+    return Effects(lane, (table.shards.weight(unit), state), updates=(item.slot.below,))
 
 
 _MOVES: dict[str, Callable[[Instruction, Table, int], Effects]] = {

@@ -200,8 +200,8 @@ class Users:
         gradient that waits for its STEP where it is."""
         if slot.kind == "pshard" and slot.tier == Tier.DEVICE and self.table.parameters[slot.unit].whole:
             return slot._replace(kind="param")
-        if slot.kind == "gprev" and slot.tier == self.table.gradient(slot.unit).tier:
-            return slot._replace(kind="wgrad" if self.table.in_place(slot.unit) else "gshard")
+        if slot.kind == "gprev" and slot.tier == self.table.shards.gradient(slot.unit).tier:
+            return slot._replace(kind="wgrad" if self.table.shards.in_place(slot.unit) else "gshard")
         return slot
 
     def _pool(self, slot: Slot) -> tuple[str, int] | None:

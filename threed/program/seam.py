@@ -9,8 +9,8 @@ from threed.program.table import Table
 
 def seam_of(table: Table, position: int, program: str = "train", end: bool = False) -> set[Slot]:
     """Slots alive before a program, or after its end: the values that a checkpoint saves."""
-    slots = {table.weight(p) for p in table.held(position)}
-    slots |= {table.state(p) for p in table.stepped(position)}
+    slots = {table.shards.weight(p) for p in table.held(position)}
+    slots |= {table.shards.state(p) for p in table.stepped(position)}
     if table.update.snapshots:  # the last snapshot may still be in progress
         slots |= {Slot("snapshot", p, tier=Tier.HOST) for p in table.copied(position)}
     if program in (LEAVES_WAITING if end else APPLIES_WAITING):

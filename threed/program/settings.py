@@ -11,7 +11,7 @@ from threed.optim.base import Buffer
 class Elements:
     """Bytes of an element."""
 
-    param: int = 4  # as compute reads it: 4 or 2 (Table.param_bytes: of a parameter unit)
+    param: int = 4  # as compute reads it: 4 or 2 (Shards.param_bytes: of a parameter unit)
     grad: int = 4  # of an accumulated gradient
     reduce: int = 4  # of a gradient in a message over dp
 
@@ -24,8 +24,13 @@ class ZeroSettings:
     reduce_every: int = 1  # micro-batches between two reductions of a gradient
     residency: int | str = "step"  # units that may be gathered at a time; stage: as many as the largest has
     prefetch: int = 0  # how many uses ahead of its own a unit is gathered
-    # Whether each reduced part of a gradient that is stepped on the host goes there at once (Table.streams)
+    # Whether each reduced part of a gradient that is stepped on the host goes there at once (Shards.streams)
     streams: bool = False
+
+    @property
+    def sharded(self) -> bool:
+        """Whether optimizer state, and so what STEP updates, is cut over the shard group."""
+        return self.stage >= 1
 
 
 @dataclass(frozen=True)

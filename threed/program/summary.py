@@ -103,7 +103,7 @@ def stage(analysis: Analysis, position: int, alive: Memory) -> StageSummary:
         parameters=sum(table.parameters[p].numel - table.parameters[p].padding for p in table.held(position)),
         parameter_bytes=sum(parameter_bytes(table, p) for p in table.held(position)),
         gradient_bytes=sum(gradient_bytes(table, p) for p in held),
-        optimizer_bytes=sum(table.size(table.state(p)) for p in held
+        optimizer_bytes=sum(table.size(table.shards.state(p)) for p in held
                             if table.parameters[p].state_home == Tier.DEVICE),
         buffer_bytes=analysis.buffers(position).bytes(table),
         host_bytes=host_bytes(analysis, position), disk_bytes=away[Tier.DISK],
@@ -130,8 +130,8 @@ def parameter_bytes(table: Table, unit: int) -> int:
 
 def gradient_bytes(table: Table, unit: int) -> int:
     """Of the gradient of a unit that trains, on the device all the time."""
-    kind = "wgrad" if table.in_place(unit) else "gshard"
-    return 0 if table.streams(unit) else table.size(Slot(kind, unit))
+    kind = "wgrad" if table.shards.in_place(unit) else "gshard"
+    return 0 if table.shards.streams(unit) else table.size(Slot(kind, unit))
 
 
 def _frozen(table: Table, position: int) -> Frozen | None:
@@ -140,11 +140,11 @@ def _frozen(table: Table, position: int) -> Frozen | None:
     units = [*held.values()]
     if not units:
         return None
-    parts = [(unit.numel, unit.numel // (unit.shards if table.sharded else 1)) for unit in units]
+    parts = [(unit.numel, unit.numel // (unit.shards if table.zero.sharded else 1)) for unit in units]
     return Frozen(sum(unit.numel - unit.padding for unit in units),
                   sum((whole if table.zero.stage < 2 else part) * table.elements.grad
                       for whole, part in parts),
-                  sum(part * table.state_bytes(Tier.DEVICE, p)
+                  sum(part * table.shards.state_bytes(Tier.DEVICE, p)
                       for p, (_, part) in zip(held, parts, strict=True)),
                   sum(ring(unit.numel * table.elements.reduce, unit.shards) for unit in units))
 
@@ -159,11 +159,11 @@ def _away(table: Table, position: int) -> dict[Tier, int]:
     sizes = {Tier.HOST: 0, Tier.DISK: 0}
     for p in table.held(position):
         held = table.parameters[p]
-        for slot in (table.weight(p), *((table.state(p),) if held.trains else ())):
+        for slot in (table.shards.weight(p), *((table.shards.state(p),) if held.trains else ())):
             if slot.tier != Tier.DEVICE:
                 sizes[slot.tier] += table.size(slot)
-        if table.streams(p):
-            sizes[Tier.HOST] += table.size(table.gradient(p))
+        if table.shards.streams(p):
+            sizes[Tier.HOST] += table.size(table.shards.gradient(p))
     return sizes
 
 

@@ -1,4 +1,5 @@
 """The table: the units, their positions, and the size of everything. Table and programs together are a plan.
+`Table.shards` says what a rank has of each parameter unit.
 
 Sizes are bytes of one rank of a pipeline position (its dp and tp peers have the same).
 """
@@ -6,12 +7,10 @@ Sizes are bytes of one rank of a pipeline position (its dp and tp peers have the
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
-from threed.base.quantity import BYTES
-from threed.optim.base import Buffer
-from threed.optim.registry import optimizer_called
-from threed.program.entries import ComputeUnit, ParameterUnit, Reduction, gradient_kind
-from threed.program.instruction import PARAMETER_KINDS, WHOLES, Instruction, Slot, Tier
+from threed.program.entries import ComputeUnit, ParameterUnit, gradient_kind
+from threed.program.instruction import PARAMETER_KINDS, WHOLES, Instruction, Slot
 from threed.program.names import GENERATE
 from threed.program.settings import (
     WHOLE_MESSAGES,
@@ -23,6 +22,7 @@ from threed.program.settings import (
     UpdateSettings,
     ZeroSettings,
 )
+from threed.program.shards import Shards
 from threed.spec.parameter import Outflow
 
 
@@ -43,6 +43,11 @@ class Table:
     trains: bool = True  # False: no program trains, and there are no gradients
     messages: MessageSettings = WHOLE_MESSAGES
     pair: PairSettings | None = None  # None: forwards and backwards are computed one after the other
+
+    @cached_property
+    def shards(self) -> Shards:
+        """What a rank has of each parameter unit."""
+        return Shards(self.parameters, self.elements, self.zero, self.update, self.num_microbatches)
 
     @property
     def num_positions(self) -> int:
@@ -82,10 +87,6 @@ class Table:
             sent = [self.units[item.unit].traffic.get(phase, {}) for phase in item.phases]
         return tuple(sorted({axis for sizes in sent for axis, size in sizes.items() if size}))
 
-    def makes_loss(self, position: int) -> bool:
-        """Whether a unit of a position adds to the loss."""
-        return any(self.units[unit].loss for unit in self.units_of(position))
-
     def keeps_stream(self, unit: int) -> bool:
         """Whether a unit keeps what it reads for RECOMPUTE, in a form that moves: not the first unit
         (tokens), one that only adds to its input (it keeps nothing), or one that reads a running softmax."""
@@ -118,29 +119,6 @@ class Table:
     def units_of(self, position: int) -> list[int]:
         return [u for u in range(len(self.units)) if self.position(u) == position]
 
-    @property
-    def sharded(self) -> bool:
-        """Whether optimizer state, and so what STEP updates, is cut over the shard group."""
-        return self.zero.stage >= 1
-
-    def reductions(self, unit: int) -> tuple[Reduction, ...]:
-        """The reductions of a parameter unit's gradient, in order; none for a unit that does not exist."""
-        return self.parameters[unit].reductions if unit in self.parameters else ()
-
-    def shard_numel(self, unit: int) -> int:
-        """Elements of a parameter unit that a rank steps, or keeps of a frozen one."""
-        held = self.parameters[unit]
-        return held.numel // (held.shards if self.is_cut(unit) else 1)
-
-    def param_bytes(self, unit: int) -> int:
-        """Bytes of an element of a parameter unit, as compute reads it."""
-        return BYTES.get(self.parameters[unit].dtype, self.elements.param)
-
-    def is_cut(self, unit: int) -> bool:
-        """Whether the weights of a parameter unit are cut over its shard group, and gathered."""
-        held = self.parameters[unit]
-        return self.sharded and (held.trains or not held.whole)
-
     def saves(self, position: int, unit: int) -> bool:
         """Whether a position writes a parameter unit into checkpoints: a tied embedding is written once."""
         return self.parameters[unit].positions[0] == position
@@ -150,70 +128,17 @@ class Table:
         one is not copied: it does not change while it is written.)"""
         return [p for p in self.stepped(position) if self.saves(position, p)]
 
-    def buffers(self, unit: int) -> tuple[Buffer, ...]:
-        """The tensors of the optimizer that steps a parameter unit."""
-        own = self.parameters[unit].optimizer
-        return optimizer_called(own).buffers if own else self.update.buffers
-
-    def kept_kinds(self, unit: int) -> int:
-        """Tensors that a checkpoint saves for a parameter: its weight and the optimizer's buffers."""
-        return 1 + len(self.buffers(unit))
-
-    def has_master(self, home: Tier, unit: int) -> bool:
-        """Whether STEP, on a tier, updates an fp32 copy of a parameter unit's weights."""
-        return home != Tier.DEVICE or (self.update.master and self.param_bytes(unit) < 4)
-
-    def state_bytes(self, home: Tier, unit: int) -> int:
-        """Bytes of optimizer state for an element of a parameter unit, on a tier: the buffers, and the fp32
-        master where this is a separate copy."""
-        master = 4 if self.has_master(home, unit) else 0
-        return sum(BYTES[buffer.dtype] for buffer in self.buffers(unit)) + master
-
-    def weight(self, unit: int) -> Slot:
-        """The slot of a parameter unit's weights that stays from step to step, and that STEP updates."""
-        return Slot("pshard" if self.is_cut(unit) else "param", unit, tier=self.parameters[unit].weight_home)
-
-    def state(self, unit: int) -> Slot:
-        """The slot of a parameter unit's optimizer state."""
-        return Slot("state", unit, tier=self.parameters[unit].state_home)
-
-    def away(self, unit: int) -> bool:
-        """Whether a parameter unit's optimizer state is off the device: the host steps it."""
-        return self.parameters[unit].state_home != Tier.DEVICE
-
-    def streams(self, unit: int) -> bool:
-        """Whether each reduced part of a gradient goes to the host at once and is added up there. (A gradient
-        that is still to be summed over other groups is added up on the device.)"""
-        held = self.parameters[unit]
-        return (self.zero.streams and self.away(unit) and self.zero.stage >= 2
-                and held.reductions[-1].group == held.shard_group)
-
-    def adds_on_host(self, unit: int) -> bool:
-        """Whether several parts of a gradient go to the host, which adds them up."""
-        return self.streams(unit) and self.zero.reduce_every < self.num_microbatches
-
-    def in_place(self, unit: int) -> bool:
-        """Whether the reduced gradient is a part of the whole one, which has memory of its own and is reduced
-        once a step. From ZeRO-2 on a part is smaller than the whole, and gets its own memory, unless one rank
-        keeps all of it."""
-        held = self.parameters[unit]
-        return self.zero.stage < 2 or (self.away(unit) and held.shards == 1 and not self.streams(unit))
-
-    def gradient(self, unit: int) -> Slot:
-        """The reduced gradient, as CLIP reads it."""
-        return Slot("gshard", unit, tier=Tier.HOST if self.streams(unit) else Tier.DEVICE)
-
     def waiting(self, position: int) -> tuple[Slot, ...]:
         """The gradients of a position that wait for a STEP in the next program."""
-        return tuple(self.gradient(p)._replace(kind="gprev") for p in self.stepped(position)
-                     if self.update.overlap and self.away(p))
+        return tuple(self.shards.gradient(p)._replace(kind="gprev") for p in self.stepped(position)
+                     if self.update.overlap and self.shards.away(p))
 
     def size(self, slot: Slot) -> int:
         """Bytes of a slot on one rank."""
         if slot.kind in ("loss", "scale", "wsum"):  # `wsum` is summed in place
             return 0
         if slot.kind in PARAMETER_KINDS:
-            return self._size_of_parameters(slot)
+            return self.shards.size(slot)
         unit = self.units[slot.unit]
         if (whole := WHOLES.get(slot.kind)) is not None:
             return self.size(slot._replace(kind=whole)) // self.cut_over(whole)[1]
@@ -235,19 +160,3 @@ class Table:
         if slot.unit == 0 or not (self.keeps_stream(slot.unit) or self.units[slot.unit - 1].output):
             return 0
         return self.size(Slot("act", slot.unit - 1))
-
-    def _size_of_parameters(self, slot: Slot) -> int:
-        unit = self.parameters[slot.unit]
-        if slot.kind == "param":
-            return unit.numel * self.param_bytes(slot.unit)
-        if slot.kind == "pshard":  # the shard of a unit that stays whole is a part of the whole unit's buffer
-            inside = unit.whole and slot.tier == Tier.DEVICE
-            return 0 if inside else self.shard_numel(slot.unit) * self.param_bytes(slot.unit)
-        if slot.kind == "state":
-            return self.shard_numel(slot.unit) * self.state_bytes(slot.tier, slot.unit)
-        if slot.kind == "wgrad":
-            return unit.numel * self.elements.grad
-        # A snapshot is fp32; at every ZeRO stage, each rank of one shard group copies its part of it.
-        if slot.kind == "snapshot":
-            return unit.numel // unit.shards * 4 * self.kept_kinds(slot.unit)
-        return self.shard_numel(slot.unit) * self.elements.grad

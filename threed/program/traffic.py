@@ -26,10 +26,10 @@ def sent_by(table: Table, instruction: Instruction) -> dict[str, int]:
     if instruction.of_slot and op != Op.RELEASE:
         return {GROUPS[instruction.group].counts: _of_slot(table, instruction)}
     if op == Op.GATHER:
-        held = table.parameters[unit]
-        return {GROUPS[instruction.group].counts: ring(held.numel * table.param_bytes(unit), held.shards)}
+        held, element = table.parameters[unit], table.shards.param_bytes(unit)
+        return {GROUPS[instruction.group].counts: ring(held.numel * element, held.shards)}
     if op == Op.REDUCE:
-        step = next(step for step in table.reductions(unit) if step.group == instruction.group)
+        step = next(step for step in table.shards.reductions(unit) if step.group == instruction.group)
         return {GROUPS[step.group].counts: _reduced_bytes(table, table.parameters[unit], step)}
     return {}
 
@@ -50,7 +50,7 @@ def _reduced_bytes(table: Table, unit: ParameterUnit, step: Reduction) -> int:
     if step.group != unit.shard_group:
         return 2 * part
     # Where gradients are not sharded, the summed parts are gathered again.
-    return part if table.sharded else part + ring(step.numel * table.elements.grad, step.ranks)
+    return part if table.zero.sharded else part + ring(step.numel * table.elements.grad, step.ranks)
 
 
 def moved_by(table: Table, instruction: Instruction) -> int:

@@ -12,7 +12,7 @@ With offload.overlap=next the turns run in the next step's program, in the order
 units: a unit's first reader waits for its own update alone, and the other turns run beside what does not need
 them yet. Nobody reads weights that are an update behind.
 
-Where gradients do not fit the device (Table.streams), each part goes to the host as soon as it is reduced,
+Where gradients do not fit the device (Shards.streams), each part goes to the host as soon as it is reduced,
 and is added up there.
 """
 
@@ -99,7 +99,7 @@ def settle(_: Programs, table: Table) -> Programs:
 
 
 def _away(table: Table, position: int) -> list[int]:
-    return [p for p in table.stepped(position) if table.away(p)]
+    return [p for p in table.stepped(position) if table.shards.away(p)]
 
 
 def _split(program: Program, table: Table, away: Collection[int]) -> tuple[Program, Program]:
@@ -109,8 +109,8 @@ def _split(program: Program, table: Table, away: Collection[int]) -> tuple[Progr
     for item in program:
         if item.op != Op.STEP:
             out.append(item)
-        if item.op == Op.REDUCE and not item.of_slot and table.streams(item.unit):
-            if item.group == table.reductions(item.unit)[-1].group:
+        if item.op == Op.REDUCE and not item.of_slot and table.shards.streams(item.unit):
+            if item.group == table.shards.reductions(item.unit)[-1].group:
                 out.append(Instruction(Op.OFFLOAD, item.unit, kind="gshard"))
     return out, [item for item in program if item.op == Op.STEP and item.unit not in away]
 
@@ -123,7 +123,7 @@ def _turns(away: Sequence[int], table: Table, age: str) -> list[Program]:
     for turn in range(len(away) + 2):
         items: Program = []
         for unit in away[turn:turn + 1]:
-            if not table.streams(unit):
+            if not table.shards.streams(unit):
                 items.append(Instruction(Op.OFFLOAD, unit, kind=gradient))
             if table.parameters[unit].state_home == Tier.DISK:
                 items.append(Instruction(Op.FETCH, unit, kind="state", tier=Tier.HOST))
@@ -137,12 +137,12 @@ def _turns(away: Sequence[int], table: Table, age: str) -> list[Program]:
 
 def _home(unit: int, table: Table) -> Program:
     """After a step on the host: bring new weights and state to their tiers."""
-    weight, home = table.weight(unit), list[Instruction]()
+    weight, home = table.shards.weight(unit), list[Instruction]()
     if weight.tier == Tier.DEVICE:
         home.append(Instruction(Op.FETCH, unit, kind=weight.kind))
     elif weight.tier == Tier.DISK:
         home.append(Instruction(Op.OFFLOAD, unit, kind=weight.kind, tier=Tier.HOST))
-    if table.state(unit).tier == Tier.DISK:
+    if table.shards.state(unit).tier == Tier.DISK:
         home.append(Instruction(Op.OFFLOAD, unit, kind="state", tier=Tier.HOST))
     return home
 

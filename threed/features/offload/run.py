@@ -82,7 +82,7 @@ class OffloadRun:
             value, job = state.optimizer_state.fetch()
         elif here.tier == Tier.HOST:
             value, job = state.weights.stage()
-        elif here == self.table.weight(here.unit):
+        elif here == self.table.shards.weight(here.unit):
             value, job = state.weights.refresh()
         else:
             value, job = state.weights.fetch()

@@ -53,7 +53,7 @@ _STAYS, _IN_POOL = {Accumulated.WHOLE: Accumulated.WHOLE}, {Accumulated.WHOLE: A
 _FIRST = {Reduced.NOTHING: Reduced.SHARD}
 IN_PLACE = _Reduction.of(_STAYS, _FIRST)  # below ZeRO-2
 SUMMED = _Reduction.of(_IN_POOL, {**_FIRST, Reduced.SHARD: Reduced.SHARD})  # from ZeRO-2 on
-STREAMED = _Reduction.of(_IN_POOL, {**_FIRST, Reduced.HOST: Reduced.BOTH})  # (Table.streams)
+STREAMED = _Reduction.of(_IN_POOL, {**_FIRST, Reduced.HOST: Reduced.BOTH})  # (Shards.streams)
 SUM_PARTS = Transition("REDUCE", _STAYS)  # before the shard group
 SUM_COPIES = Transition("REDUCE", {each: each for each in (Reduced.SHARD, Reduced.BOTH)})  # after it
 DROP = Transition("the drop", {Reduced.CLIPPED: Reduced.NOTHING})
@@ -73,7 +73,7 @@ class _Update(NamedTuple):
 
 
 # where the optimizer steps on the device; where it steps on the host, and CLIP reads the gradient on the
-# device; and where it reads it on the host, too (Table.streams)
+# device; and where it reads it on the host, too (Shards.streams)
 ON_DEVICE = _Update.of(Reduced.SHARD, {}, Reduced.CLIPPED)
 ON_HOST = _Update.of(Reduced.SHARD, {Reduced.CLIPPED: Reduced.LOWERED}, Reduced.LOWERED)
 ADDED_ON_HOST = _Update.of(Reduced.HOST, {Reduced.SHARD: Reduced.HOST, Reduced.BOTH: Reduced.HOST},
@@ -92,8 +92,8 @@ class Scatter(NamedTuple):
 class Gradient:
     """
         values [owned]  the reduced gradient, which CLIP reads
-        shard  [owned]  the same on the device; a part of the whole gradient (Table.in_place), or a buffer of
-                        the pool where it goes to the host as soon as it is reduced (Table.streams)
+        shard  [owned]  the same on the device; a part of the whole gradient (Shards.in_place), or a buffer of
+                        the pool where it goes to the host as soon as it is reduced (Shards.streams)
         host   [owned]  the same on the host, where the optimizer steps there: a sum, or a buffer of the pool
 
     The whole gradient [numel] is the sum over micro-batches, from ZeRO-2 on in a buffer of the pool. A frozen
@@ -105,8 +105,8 @@ class Gradient:
         self.part, self.storage = part, storage
         self._what = f"gradient of {part.name}"
         table, dtype, device = storage.table, storage.precision.grad, storage.device
-        self.away, self.streams = table.away(part.number), table.streams(part.number)
-        self._in_pool = not table.in_place(part.number)
+        self.away, self.streams = table.shards.away(part.number), table.shards.streams(part.number)
+        self._in_pool = not table.shards.in_place(part.number)
         self._whole = self.shard = self.host = torch.empty(0, dtype=dtype, device=device)
         self.accumulated = Accumulated.NOTHING
         if part.trains and not self._in_pool:

@@ -34,7 +34,7 @@ class OptimizerState:
         self.part, self.storage, self._weights = part, storage, weights
         self._what = f"optimizer state of {part.name}"
         self.tier = home = part.unit.state_home
-        self.separate = part.unit.trains and storage.table.has_master(home, part.number)
+        self.separate = part.unit.trains and storage.table.shards.has_master(home, part.number)
         self._fetch, self._offload = (FETCH, OFFLOAD) if home == Tier.DISK else (STAYS, STAYS)
         if home == Tier.DISK:
             storage.files.make(self._file, self._bytes)
@@ -45,7 +45,7 @@ class OptimizerState:
             self._master = torch.zeros(part.count if self.separate else 0, device=storage.device)
             self.buffers = {buffer.name: torch.zeros(part.count, dtype=DTYPES[buffer.dtype],
                                                      device=storage.device)
-                            for buffer in storage.table.buffers(part.number) if part.unit.trains}
+                            for buffer in storage.table.shards.buffers(part.number) if part.unit.trains}
 
     @property
     def _file(self) -> str:
@@ -53,7 +53,8 @@ class OptimizerState:
 
     @property
     def _bytes(self) -> int:
-        return self.part.count * self.storage.table.state_bytes(self.part.unit.state_home, self.part.number)
+        shards, part = self.storage.table.shards, self.part
+        return part.count * shards.state_bytes(part.unit.state_home, part.number)
 
     @property
     def master(self) -> torch.Tensor:
@@ -64,7 +65,7 @@ class OptimizerState:
     def fetch(self) -> tuple[torch.Tensor, Job]:
         """Read the state from its file into a buffer of the host."""
         self.tier = self._fetch(self.tier, self._what)
-        itemsize = self.storage.table.state_bytes(Tier.HOST, self.part.number)
+        itemsize = self.storage.table.shards.state_bytes(Tier.HOST, self.part.number)
         buffer = self.storage.host_states.take(self.part.file_bytes(itemsize))
         self._bind(buffer)
         return buffer, lambda: self.storage.files.read(self._file, buffer)
@@ -83,7 +84,7 @@ class OptimizerState:
     def _bind(self, memory: torch.Tensor) -> None:
         """Let `master` and `buffers` be views of this memory of the host [bytes]."""
         self.memory, kept, start = memory, dict[str, torch.Tensor](), 0
-        for name, dtype in (Buffer("master"), *self.storage.table.buffers(self.part.number)):
+        for name, dtype in (Buffer("master"), *self.storage.table.shards.buffers(self.part.number)):
             stop = start + self.part.count * BYTES[dtype]
             kept[name], start = memory[start:stop].view(DTYPES[dtype]), stop
         self._master, self.buffers = kept.pop("master"), kept

@@ -43,7 +43,7 @@ class UnitPart:
     @classmethod
     def of(cls, number: int, layout: FlatLayout, index: int, table: Table) -> UnitPart:
         unit = table.parameters[number]
-        return cls(number, unit, layout, index, table.is_cut(number), table.trains and unit.trains)
+        return cls(number, unit, layout, index, table.shards.is_cut(number), table.trains and unit.trains)
 
     @property
     def name(self) -> str:

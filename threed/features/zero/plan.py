@@ -111,9 +111,9 @@ def _reduce(program: Program, table: Table, position: int) -> tuple[Program, Pro
     after: dict[int, Program] = defaultdict(list)
     late = []
     for unit, places in added.items():
-        groups = [step.group for step in table.reductions(unit)]
+        groups = [step.group for step in table.shards.reductions(unit)]
         often = groups.index(table.parameters[unit].shard_group) + 1
-        period = len(places) if table.in_place(unit) else table.zero.reduce_every * len(users[unit])
+        period = len(places) if table.shards.in_place(unit) else table.zero.reduce_every * len(users[unit])
         for place in {*places[period - 1::period], places[-1]}:
             after[place] += [Instruction(Op.REDUCE, unit, group=group) for group in groups[:often]]
         for group in groups[often:]:
@@ -126,11 +126,12 @@ def _reduce(program: Program, table: Table, position: int) -> tuple[Program, Pro
 
 def _gather(program: Program, table: Table, position: int) -> Program:
     """The program with its GATHERs and RELEASEs."""
-    if not table.sharded:
+    if not table.zero.sharded:
         return program
     forms = Forms(table).of(program, position)
     read = {form: [slot.unit for slot in form.effect.reads
-                   if slot.kind == "param" and table.is_cut(slot.unit)] for form in dict.fromkeys(forms)}
+                   if slot.kind == "param" and table.shards.is_cut(slot.unit)]
+            for form in dict.fromkeys(forms)}
     uses = [(index, read[form]) for index, form in enumerate(forms) if read[form]]
     last = {unit: index for index, units in uses for unit in units}
     gathers: dict[int, list[int]] = defaultdict(list)  # units to gather before this instruction

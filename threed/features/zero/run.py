@@ -147,7 +147,7 @@ class ZeroRun:
     def _scatter(self, state: UnitState, group: Group) -> Job:
         """Sum the gradient over the shard group; this rank keeps its shard. Without sharding all ranks then
         gather all shards, so that the sums are those of ZeRO-1."""
-        sharded, (grad, complete, shard, adds) = self.table.sharded, state.gradient.reduce()
+        sharded, (grad, complete, shard, adds) = self.table.zero.sharded, state.gradient.reduce()
 
         def job() -> None:
             complete()
@@ -258,7 +258,7 @@ class ZeroRun:
         part, out = state.part, state.weights.step_output()
         master, parts = state.optimizer_state.master, self._updates(state, gradient, due, out)
         stepped = sum(segment.stop - segment.start for segment in part.segments())
-        slots.put(self.table.weight(part.number).on(Tier.HOST), out)
+        slots.put(self.table.shards.weight(part.number).on(Tier.HOST), out)
         slots.put(Slot("state", part.number, tier=Tier.HOST), True)
 
         def job() -> None:

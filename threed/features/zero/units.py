@@ -100,7 +100,7 @@ def make_states(config: Config, comm: Comm, layouts: dict[int, FlatLayout], stor
         state = UnitState.make(UnitPart.of(unit, layouts[unit], index, table), storage)
         state.writes = table.saves(position, unit) and comm.is_first_copy(table.parameters[unit].fold)
         if state.writes and table.update.snapshots and state.part.unit.trains:
-            kinds, length = table.kept_kinds(unit), state.part.shard[1] - state.part.shard[0]
+            kinds, length = table.shards.kept_kinds(unit), state.part.shard[1] - state.part.shard[0]
             rows = storage.on_host(kinds * length, torch.float32,
                                    crosses=state.part.unit.state_home == Tier.DEVICE)
             state.snapshot = Snapshot(rows.view(kinds, -1), storage.device)

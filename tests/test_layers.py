@@ -38,6 +38,7 @@ FLOORS = (
 )
 FLOOR = {folder: number for number, folders in enumerate(FLOORS) for folder in folders.split()}
 MAX_FILE, MAX_FUNCTION, MAX_ARGUMENTS = 420, 70, 7  # lines, lines, arguments besides self
+MAX_METHODS = 20  # of a class: one that has more has two jobs
 
 
 def paths() -> dict[str, Path]:
@@ -256,6 +257,15 @@ def test_budgets(module):
             # A verb of the command line has an argument for each of its options.
             allowed = count <= MAX_ARGUMENTS or module in ("cli.main", "cli.inference")
             assert allowed, f"{module}.{node.name} takes {count} arguments"
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_class_has_one_job(module):
+    """A class whose methods nobody can list: it is two."""
+    for node in ast.walk(TREES[module]):
+        if isinstance(node, ast.ClassDef):
+            count = sum(isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef) for each in node.body)
+            assert count <= MAX_METHODS, f"{module}.{node.name} has {count} methods"
 
 
 @pytest.mark.parametrize("module", MODULES)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,8 @@ from threed.comm.group import Group
 from threed.devices import device_of
 from threed.schema import ModelConfig
 from threed.spec.parameter import NOT_COUNTED, Tile
-from threed.tensor import experts, fused_loss
+from threed.tensor import experts as expert_operations
+from threed.tensor import fused_loss
 from threed.tensor.documents import Documents, attend, outside, rotate_at
 from threed.tensor.fused import Fused, rotate
 from threed.tensor.fused_loss import LossKernels
@@ -117,17 +118,13 @@ class Context:
 
     keep_mask = staticmethod(keep_mask)
     outside = staticmethod(outside)
+    experts: ClassVar[Any] = expert_operations  # of layers with experts
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """As Fused.rms_norm, or torch's kernel."""
         if device_of(x.device).rms_norm and hasattr(torch, "_fused_rms_norm") and not self.fused.compile:
             return F.rms_norm(x, x.shape[-1:], weight, eps)
         return self.fused.rms_norm(x, weight, eps)
-
-    @property
-    def experts(self) -> Any:
-        """The operations of layers with experts."""
-        return experts
 
     @property
     def group(self) -> Group:

@@ -105,6 +105,12 @@ def test_json_and_packed_files(tmp_path, monkeypatch, name, content):
     assert read(tmp_path) == TEXTS
 
 
+def test_numbers_in_a_list_of_json(tmp_path):
+    """As json reads them: beyond 64 bits, and NaN, which is no JSON."""
+    (tmp_path / "a.json").write_text(f'[{{"text": "one", "id": {10**30}}}, {{"text": "two", "id": NaN}}]')
+    assert read(tmp_path) == ["one", "two"]
+
+
 def test_a_packed_text_and_an_only_object(tmp_path):
     (tmp_path / "a.txt.xz").write_bytes(lzma.compress(b"one\r\ntwo"))
     (tmp_path / "b.json").write_text('{\n "text": "only"\n}')
@@ -143,6 +149,10 @@ def test_a_packed_text_and_an_only_object(tmp_path):
     ("a.json", LIST[:-20], "a.json: not JSON at item 8 of its list: .* damaged or cut short"),
     ("a.json", LIST + b"x", "the file goes on after its list"),
     ("a.json", b'[{"text": "a"} {}]', "] is missing"),
+    ("a.json", b'[{"text": "\\ud800"}]', "a.json, item 0: field 'text' is not valid Unicode"),
+    ("a.json", b"[" * 100_000, "not JSON at item 0 of its list"),
+    ("a.jsonl.bz2", bz2.compress(LINES) + b"B" + bz2.compress(LINES)[2:], "cannot be unpacked"),
+    ("a.jsonl.xz", lzma.compress(LINES) + b"_" + lzma.compress(LINES)[1:], "cannot be unpacked"),
     ("a.json", json.dumps({"data": ROWS}).encode(), "holds one object, and no field 'text' .*jq -c '.data"),
     ("a.json", b'{\n"text": "a",\n', "holds neither lines of JSON nor objects one after the other"),
     ("a.jsonl", b"PK\x03\x04", "is a zip archive"),

@@ -70,8 +70,9 @@ class _Parts(io.RawIOBase):
 
 
 def _frames(file: Any, new: Callable[[], Any]) -> Iterator[bytes]:
-    """The content of a file of frames, one after the other; `new` makes what unpacks one. (The libraries' own
-    readers end without a word where a frame is cut short, or where something else follows one.)"""
+    """The content of a file of frames, one after the other; `new` makes what unpacks one. (The readers
+    of the libraries, and so of fsspec, end without a word where a frame of zstandard is cut short, or where
+    something else follows a frame of xz or bzip2.)"""
     frame = None
     while data := file.read(_READ_BYTES):
         while data:

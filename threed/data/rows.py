@@ -152,7 +152,11 @@ def _is_whole(line: bytes) -> bool:
 
 
 class _Text:
-    """A file of JSON, of which a part is in memory at a time."""
+    """A file of JSON, of which a part is in memory at a time.
+
+    (Not by ijson: it reads half of a surrogate pair as "?", refuses NaN and numbers of more than 64 bits, and
+    takes all memory where a file goes on with "[".)
+    """
 
     def __init__(self, file: Any):
         self._file, self._decode = file, codecs.getincrementaldecoder("utf-8-sig")()

@@ -3,6 +3,7 @@
 A terminal goes away, a reader ends or reads no more, a disk behind a redirection is full: a run trains on.
 What cannot be written now waits, up to KEPT bytes; what comes after that is left out here, with a note once
 there is room again. A process waits for a reader at most once, WAIT_S long, until it has read again.
+(No queue of logging's: a process that is killed would lose what the queue's thread has not written yet.)
 
 `RECORD` adds all of it, with times, to run.dir/log.txt. Before the folder is a run's, lines are kept in
 memory that the processes of a run share, so that a start that is refused makes no folder.
@@ -11,7 +12,6 @@ memory that the processes of a run share, so that a start that is refused makes 
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import logging.handlers
 import os
@@ -29,8 +29,6 @@ from typing import Any, TextIO
 WAIT_S = 1.0  # for a reader that does not read
 END_S = 5.0  # the same at the end of a process, each time anew while it reads
 KEPT = 1 << 18  # bytes that wait for a reader
-PIECE = 4096  # a pipe takes so much as a whole
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 LOG, STATE = "log.txt", "state.json"  # in run.dir; the second says that the folder is a run's
 LOG_BYTES, LOG_FILES = 10 << 20, 4  # of a log.txt, after which it becomes log.txt.1; how many of these
 EARLY_BYTES = 1 << 20  # of lines that wait for a folder
@@ -41,21 +39,15 @@ class Outlet:
 
     def __init__(self, number: int):
         self.number = number
-        self.gone: OSError | None = None  # why nothing can be written any more
-        self._what: tuple[int, int] | None = None  # the file that was last found here
-        self._sends: Any = None  # bytes -> how many were taken, without waiting
-        self._poll = -1  # descriptor to wait for
-        self._on_disk = False
         self.begin_anew()
 
     def begin_anew(self) -> None:
         """In a forked process: another one writes what waits here, and may hold the lock."""
         self._given: deque[bytes] = deque()
-        self._waiting = bytearray()
-        self._lost, self._stuck = 0, False
-        self._lock, self._writer = threading.RLock(), 0
-        self._note, self._noted = b"", 0  # about lost lines, which waits with the others; and how many
+        self._waiting: deque[tuple[bytes, int]] = deque()  # what to write, and how many lines it stands for
+        self._bytes, self._lost, self._stuck = 0, 0, False  # bytes that wait, and lines that are left out
         self._in_line = False  # whether the last byte that was taken ended no line
+        self._lock, self._writer = threading.RLock(), 0
 
     def write(self, data: bytes) -> None:
         """Write whole lines, or what waits for a reader before them."""
@@ -70,11 +62,10 @@ class Outlet:
     def flush(self) -> None:
         """Write what waits, as long as somebody reads."""
         with self._writing():
-            while self._waiting and self._look():
-                before = len(self._waiting)
+            before = -1
+            while self._bytes not in (0, before):
+                before = self._bytes
                 self._drain(END_S)
-                if len(self._waiting) == before:
-                    return
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
@@ -86,82 +77,66 @@ class Outlet:
                 self._writer = 0
 
     def _write(self, data: bytes) -> None:
-        if not self._look():
-            return
-        if self._waiting:
-            self._drain(0.0)
-        if self._lost and len(self._waiting) + len(data) < KEPT:
-            word = (f"threed: {self._lost} lines are left out here, which could not be written; {LOG} in "
+        self._drain(0.0)
+        if self._lost and self._bytes + len(data) < KEPT:
+            note = (f"threed: {self._lost} lines are left out here, which could not be written; {LOG} in "
                     "run.dir has them\n")
-            self._note = b"\n" * (self._in_line and not self._waiting) + word.encode()
-            self._waiting += self._note
-            self._noted, self._lost = self._noted + self._lost, 0
-        self._waiting += data
+            torn = self._in_line and not self._waiting
+            self._append(b"\n" * torn + note.encode(), self._lost)
+            self._lost = 0
+        self._append(data, data.count(b"\n"))
         self._drain(0.0 if self._stuck else WAIT_S)
-        if len(self._waiting) > KEPT:
-            cut = self._waiting.find(b"\n", KEPT) + 1 or len(self._waiting)
-            self._lost += self._waiting.count(b"\n", cut)
-            del self._waiting[cut:]
+        while len(self._waiting) > 1 and self._bytes > KEPT:
+            data, lines = self._waiting.pop()
+            self._bytes, self._lost = self._bytes - len(data), self._lost + lines
 
-    def _look(self) -> bool:
-        """Find what is open here, which may change, and whether it can be written to."""
-        try:
-            found = os.fstat(self.number)
-        except OSError as error:
-            self.gone = error
-            return False
-        if (found.st_dev, found.st_ino) != self._what:
-            self._what, self.gone = (found.st_dev, found.st_ino), None
-            self._open(found.st_mode)
-        return self.gone is None
-
-    def _open(self, mode: int) -> None:
-        if self._poll not in (-1, self.number):
-            os.close(self._poll)
-        self._on_disk, self._poll, number = stat.S_ISREG(mode), self.number, self.number
-        self._sends = lambda data: os.write(number, data)
-        if stat.S_ISSOCK(mode):
-            self._sends = lambda data: socket.socket(fileno=os.dup(number)).send(data, socket.MSG_DONTWAIT)
-        elif not self._on_disk:
-            # A description of our own: others that share this one may rely on calls that wait.
-            flags = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY
-            with contextlib.suppress(OSError):  # another user's terminal: then a call may wait
-                self._poll = mine = os.open(f"/proc/self/fd/{number}", flags)
-                self._sends = lambda data: os.write(mine, data)
+    def _append(self, data: bytes, lines: int) -> None:
+        self._waiting.append((data, lines))
+        self._bytes += len(data)
 
     def _drain(self, wait_s: float) -> None:
         until = time.monotonic() + wait_s
         while self._waiting:
-            piece = bytes(self._waiting[:PIECE])
+            data, lines = self._waiting[0]
             try:
-                sent = self._sends(piece)
+                sent = self._send(data)
             except BlockingIOError:
                 sent = 0
-            except OSError as error:
-                self._fail(error)
+            except OSError:  # nobody reads any more, or a disk is full, which may have room again later
+                self._lost += sum(lines for _, lines in self._waiting)
+                self._waiting.clear()
+                self._bytes = 0
                 return
             if sent:
-                del self._waiting[:sent]
-                self._in_line = piece[sent - 1:sent] != b"\n"
-                continue
-            left_s = until - time.monotonic()
-            if left_s <= 0:
+                self._bytes -= sent
+                self._in_line = data[sent - 1:sent] != b"\n"
+                self._waiting.popleft()
+                if sent < len(data):
+                    self._waiting.appendleft((data[sent:], lines))
+            elif (left_s := until - time.monotonic()) > 0:
+                poll = select.poll()
+                poll.register(self.number, select.POLLOUT)
+                poll.poll(1000 * min(left_s, 0.1))
+            else:
                 self._stuck = True
                 return
-            poll = select.poll()
-            poll.register(self._poll, select.POLLOUT)
-            poll.poll(1000 * min(left_s, 0.1))
         self._stuck = False
-        self._noted, self._note = 0, b""
 
-    def _fail(self, error: OSError) -> None:
-        """A disk may work again later; a reader does not come back."""
-        if error.errno in FULL or self._on_disk:
-            self._lost += self._waiting.count(b"\n") + self._noted - self._note.count(b"\n")
-            self._noted, self._note = 0, b""
-        else:
-            self.gone = error
-        self._waiting.clear()
+    def _send(self, data: bytes) -> int:
+        """Bytes that were taken, without waiting. What is open here may change."""
+        mode = os.fstat(self.number).st_mode
+        if stat.S_ISSOCK(mode):
+            with socket.socket(fileno=os.dup(self.number)) as taker:
+                return taker.send(data, socket.MSG_DONTWAIT)
+        with contextlib.ExitStack() as stack:
+            number = self.number
+            if not stat.S_ISREG(mode):
+                # A description of our own: others that share this one may rely on calls that wait.
+                flags = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY
+                with contextlib.suppress(OSError):  # another user's terminal: then a call may wait
+                    number = os.open(f"/proc/self/fd/{self.number}", flags)
+                    stack.callback(os.close, number)
+            return os.write(number, data)
 
 
 class Record:

@@ -1,6 +1,6 @@
 """What an H100's compiler makes of the pieces of model.fused, without an H100: registers, spills, memory.
 
-    python -m bench.kernels --markdown bench/results/kernels.md        # a minute; needs the package triton
+    python -m bench.gpu.kernels --markdown bench/results/kernels.md    # a minute; needs the package triton
 
 torch compiles a piece for several tiles, of which it takes the fastest on the GPU.
 """
@@ -35,7 +35,7 @@ def main() -> None:
     print(text)
     if options.markdown:
         options.markdown.write_text(
-            "# Fused pieces, compiled for an H100\n\n`python -m bench.kernels --markdown "
+            "# Fused pieces, compiled for an H100\n\n`python -m bench.gpu.kernels --markdown "
             f"bench/results/kernels.md`: sm_90a, torch {torch.__version__}, triton {triton.__version__}, "
             "on a machine without a GPU; see\n[bench/README.md](../README.md).\n\nThe sizes of Llama 3 8B, a "
             "sequence of 8,192 tokens. Registers and spilled bytes are those of a thread, as ptxas says;\nan "

@@ -96,6 +96,13 @@ def _anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
+def test_the_twelve_files():
+    """Of docs/reading.md: they exist, and are read in an evening."""
+    page = ROOT / "docs" / "reading.md"
+    files = [page.parent / path for path in re.findall(r"^\|.*?\]\((\S+)\)", page.read_text(), re.MULTILINE)]
+    assert len(set(files)) == 12 and sum(len(file.read_text().splitlines()) for file in files) <= 2500
+
+
 def test_navigation():
     """Each page of docs/ is in the index of the site."""
     trees = blocks(ROOT / "docs" / "index.md", r"\{toctree\}")

@@ -22,8 +22,9 @@ from threed.engine.loopback import ThreadGroup, World
 from threed.tensor import fused_loss
 from threed.tensor.alive import Alive
 from threed.tensor.fused import Fused
+from threed.tensor.fused_loss import Chunks, LossKernels
 from threed.tensor.layers import vocab_parallel_cross_entropy
-from threed.tensor.softmax import Chunks, add_to_softmax, cross_entropy_in_chunks, cross_entropy_of
+from threed.tensor.softmax import add_to_softmax, cross_entropy_of
 
 ULP = {torch.float32: 0.0, torch.bfloat16: 2.0 ** -7, torch.float16: 2.0 ** -10}  # of the last bit, at most
 LOCK = threading.Lock()  # the interpreter is no matter of threads, and ranks are threads here
@@ -34,6 +35,10 @@ class Interpreted:
 
     calls: ClassVar[Counter[str]] = Counter()
     tidy = False  # what the interpreter holds of a call's tensors, in a ring, goes at once
+
+    @staticmethod
+    def largest(logits: torch.Tensor, real: int) -> None:
+        """`statistics` finds it."""
 
     @classmethod
     def statistics(cls, *arguments: Any) -> Any:
@@ -99,20 +104,20 @@ def drawn(sizes: Sequence[int], vocab: int, dtype: torch.dtype, scale: float = 3
 
 def way(name: str, tiles: int) -> Callable[..., torch.Tensor]:
     """(logits of a rank, labels, vocab, group) -> losses: by kernels, in chunks in place, or plain."""
+    kernels: LossKernels = Interpreted if name == "kernels" else Chunks(2)  # pyright: ignore
+
     def loss(logits: torch.Tensor, labels: torch.Tensor, vocab: int, group: ThreadGroup) -> torch.Tensor:
         if tiles > 1:
             running, width = None, logits.shape[-1] // tiles
             for tile, part in enumerate(logits.split(width, -1)):
                 first = (tile * group.size() + group.rank()) * width
                 given = running, part.clone(), labels, first, vocab
-                running = (fused_loss.add_to_softmax(*given, Interpreted) if name == "kernels" else
-                           add_to_softmax(*given, Chunks(2, True) if name == "chunks" else None))
+                running = (add_to_softmax(*given) if name == "plain" else
+                           fused_loss.add_to_softmax(*given, kernels))
             assert running is not None
             return cross_entropy_of(running, group)
-        if name == "kernels":
-            return fused_loss.cross_entropy(logits, labels, vocab, group, Interpreted)
-        if name == "chunks":
-            return cross_entropy_in_chunks(logits, labels, vocab, Chunks(2, True), group)
+        if name != "plain":
+            return fused_loss.cross_entropy(logits, labels, vocab, group, kernels)
         return vocab_parallel_cross_entropy(logits, labels, vocab, group)
 
     return loss

@@ -25,7 +25,7 @@ from threed.program.summary import stages
 from threed.tensor import fused
 from threed.tensor.alive import Alive
 from threed.tensor.fused import Fused
-from threed.tensor.fused_loss import Separate
+from threed.tensor.fused_loss import Chunks
 from threed.tensor.random import keep_mask
 
 S, B, D = 6, 2, 8
@@ -278,14 +278,14 @@ def test_does_not_fall_back_for_what_is_no_compilers(error, monkeypatch):
 def test_the_loss_falls_back(dtype, sizes, vocab, tp, tiles, monkeypatch):
     """What takes the place of its kernels has their numbers: more tokens than a chunk, a rank or a tile that
     is all padding."""
-    monkeypatch.setattr(interpreted, "Interpreted", Separate)
+    monkeypatch.setattr(interpreted, "Interpreted", Chunks())
     interpreted.compare(sizes, vocab, dtype, tp, tiles)
 
 
 @pytest.mark.usefixtures("broken")
 def test_the_losss_kernels_may_fail(monkeypatch, capsys):
     """In forward, or in backward behind a forward that was theirs."""
-    works = types.SimpleNamespace(statistics=Separate.statistics, gradient=no_compiler())
+    works = types.SimpleNamespace(statistics=Chunks().statistics, gradient=no_compiler())
     for kernels in (works, None):
         monkeypatch.setattr(fused, "_triton", lambda kernels=kernels: kernels or no_compiler()())
         pieces = Fused(compile=True, falls_back=True)

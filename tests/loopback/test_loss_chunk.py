@@ -15,8 +15,10 @@ from threed.base.mesh import Mesh
 from threed.engine.loopback import ThreadGroup, World
 from threed.planner import analyse
 from threed.program.summary import stages
+from threed.tensor import fused_loss, softmax
+from threed.tensor.fused_loss import Chunks
 from threed.tensor.layers import vocab_parallel_cross_entropy
-from threed.tensor.softmax import Chunks, add_to_softmax, cross_entropy_in_chunks, cross_entropy_of
+from threed.tensor.softmax import cross_entropy_of
 
 S, B, V, VOCAB = 7, 3, 16, 13  # three ids are padding
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -24,6 +26,17 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 def alone() -> ThreadGroup:
     return ThreadGroup("tp", (0,), 0, Counter(), World(Mesh()))
+
+
+def cross_entropy_in_chunks(logits: torch.Tensor, labels: torch.Tensor, vocab: int, chunks: Chunks,
+                            group: ThreadGroup) -> torch.Tensor:
+    return fused_loss.cross_entropy(logits, labels, vocab, group, chunks)
+
+
+def add_to_softmax(before: torch.Tensor | None, logits: torch.Tensor, labels: torch.Tensor, first: int,
+                   vocab: int, chunks: Chunks | None) -> torch.Tensor:
+    given = before, logits, labels, first, vocab
+    return softmax.add_to_softmax(*given) if chunks is None else fused_loss.add_to_softmax(*given, chunks)
 
 
 def drawn(dtype: torch.dtype, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -34,7 +47,7 @@ def drawn(dtype: torch.dtype, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor
     return logits.to(dtype), labels, torch.rand(S, B, generator=generator)
 
 
-CHUNKS = [Chunks(1), Chunks(4), Chunks(S * B), Chunks(1000), Chunks(4, in_place=True)]
+CHUNKS = [Chunks(1, False), Chunks(4, False), Chunks(S * B, False), Chunks(1000, False), Chunks(4)]
 
 
 @pytest.mark.parametrize("chunks", CHUNKS)
@@ -79,7 +92,7 @@ def test_logits_of_another_layout_which_others_read(tiles, dtype):
     """A family may make logits [B, S, V] and turn them, and add a loss of its own to them."""
     logits, labels, of_loss = drawn(dtype)
     results = []
-    for chunk in (None, Chunks(4)):
+    for chunk in (None, Chunks(4, in_place=False)):
         leaf = logits.transpose(0, 1).contiguous().requires_grad_()
         turned = (leaf * 1).transpose(0, 1)
         # Without chunks fp32 logits are overwritten: there it gets a copy.
@@ -100,7 +113,7 @@ def test_logits_of_another_layout_which_others_read(tiles, dtype):
 def test_equal_to_torch_in_fp64(tiles):
     """(torch.autograd.gradcheck runs a graph's backward twice; this one overwrites what it read.)"""
     logits, labels, of_loss = drawn(torch.float64)
-    results, chunks = [], Chunks(4)
+    results, chunks = [], Chunks(4, in_place=False)
     for compute in (
             lambda x: cross_entropy(x[..., :VOCAB].permute(0, 2, 1), labels, reduction="none"),
             lambda x: cross_entropy_of(add_to_softmax(None, x * 1, labels, 0, VOCAB, chunks), alone())
@@ -129,15 +142,15 @@ def test_never_all_logits_in_fp32():
     """In forward and backward, what is in fp32 is a chunk; else it is all."""
     logits, labels, of_loss = drawn(torch.bfloat16)
     wide = {}
-    for chunk in (None, Chunks(4)):
+    for chunk in (None, Chunks(4, in_place=False)):
         with Widest() as widest:
             leaf = logits.clone().requires_grad_()
             add_to_softmax(None, leaf * 1, labels, 0, VOCAB, chunk)[0].backward(of_loss)
         wide[chunk] = widest.numel
-    assert wide == {None: S * B * V, Chunks(4): 4 * V}
+    assert wide == {None: S * B * V, Chunks(4, in_place=False): 4 * V}
     with Widest() as widest:
         leaf = logits.clone().requires_grad_()
-        cross_entropy_in_chunks(leaf * 1, labels, VOCAB, Chunks(4), alone()).backward(of_loss)
+        cross_entropy_in_chunks(leaf * 1, labels, VOCAB, Chunks(4, in_place=False), alone()).backward(of_loss)
     assert widest.numel == 4 * V
 
 

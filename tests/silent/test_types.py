@@ -33,7 +33,7 @@ from threed.features.zero.shard import layout
 from threed.models.layers.base import Out
 from threed.models.model import layers, parameters
 from threed.schema import Config
-from threed.tensor import documents, fused, softmax
+from threed.tensor import documents, fused, fused_loss
 from threed.tensor import layers as subject
 from threed.tensor.context import Batch, Context
 from threed.tensor.documents import Documents
@@ -123,7 +123,7 @@ def rules_of(group: Any) -> dict[type, Any]:
         cross_entropy(outputs, logits=logits, target=labels)
 
     return {subject._Column: column, subject._Row: row_of(group), subject._SumOverTp: sum_over_tp,
-            subject._CrossEntropy: cross_entropy, softmax._CrossEntropyInChunks: in_chunks}
+            subject._CrossEntropy: cross_entropy, fused_loss._CrossEntropy: in_chunks}
 
 
 # ---------------------------------------------------------------- the trial

@@ -31,7 +31,7 @@ def lacks(device: torch.device) -> str:
         pieces.swiglu(torch.zeros(2, 16, device=device))
         if (kernels := pieces.kernels(device)) is not None:  # triton itself starts them, torch the others
             kernels.statistics(torch.zeros(1, 1, 16, device=device),
-                               torch.zeros(1, 1, dtype=torch.int64, device=device), 16)
+                               torch.zeros(1, 1, dtype=torch.int64, device=device), 16, None)
         return ""
     except Exception as error:  # of a compiler, which may raise anything
         return _missing(triton) or f"a small piece was not compiled: {in_short(error)}"

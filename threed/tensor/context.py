@@ -18,7 +18,7 @@ from threed.tensor import experts as expert_operations
 from threed.tensor import fused_loss
 from threed.tensor.documents import Documents, attend, outside, rotate_at
 from threed.tensor.fused import Fused, rotate
-from threed.tensor.fused_loss import LossKernels
+from threed.tensor.fused_loss import CHUNK, Chunks, LossKernels
 from threed.tensor.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -31,7 +31,7 @@ from threed.tensor.layers import (
 from threed.tensor.random import keep_mask
 from threed.tensor.rotary import frequencies
 from threed.tensor.saving import SavingPolicy
-from threed.tensor.softmax import CHUNK, Chunks, add_to_softmax, cross_entropy_in_chunks, cross_entropy_of
+from threed.tensor.softmax import add_to_softmax, cross_entropy_of
 
 
 @dataclass
@@ -147,11 +147,9 @@ class Context:
 
     def cross_entropy(self, logits_SBV: torch.Tensor, labels_SB: torch.Tensor) -> torch.Tensor:
         """Loss of each token, [S, B]. It, or its backward, may overwrite the logits."""
-        vocab, chunks, kernels = self.model.vocab, self._chunks, self._kernels(logits_SBV)
+        vocab, kernels = self.model.vocab, self._kernels(logits_SBV)
         if kernels is not None:
             return fused_loss.cross_entropy(logits_SBV, labels_SB, vocab, self.group, kernels)
-        if chunks is not None:
-            return cross_entropy_in_chunks(logits_SBV, labels_SB, vocab, chunks, self.group)
         return vocab_parallel_cross_entropy(logits_SBV, labels_SB, vocab, self.group)
 
     def add_to_softmax(self, before: torch.Tensor | None, logits_SBV: torch.Tensor, labels_SB: torch.Tensor,
@@ -161,17 +159,15 @@ class Context:
         kernels, vocab = self._kernels(logits_SBV), self.model.vocab
         if kernels is not None:
             return fused_loss.add_to_softmax(before, logits_SBV, labels_SB, first, vocab, kernels)
-        return add_to_softmax(before, logits_SBV, labels_SB, first, vocab, self._chunks)
+        return add_to_softmax(before, logits_SBV, labels_SB, first, vocab)
 
     def _kernels(self, logits: torch.Tensor) -> LossKernels | None:
-        return self.fused.kernels(logits.device) if self.model.fuses else None
-
-    @property
-    def _chunks(self) -> Chunks | None:
-        """How separate operations compute the loss. (model.fused keeps what its kernels would.)"""
+        """What computes the loss and keeps the logits; None: it keeps their softmax in fp32. (Without kernels
+        model.fused keeps what they would.)"""
+        chunk = self.model.loss_chunk
         if self.model.fuses:
-            return Chunks(self.model.loss_chunk or CHUNK, in_place=True)
-        return Chunks(self.model.loss_chunk) if self.model.loss_chunk is not None else None
+            return self.fused.kernels(logits.device) or Chunks(chunk or CHUNK)
+        return Chunks(chunk, in_place=False) if chunk is not None else None
 
     def cross_entropy_of(self, running: torch.Tensor) -> torch.Tensor:
         """Loss of each token, [S, B]."""

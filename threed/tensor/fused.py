@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from threed.base.console import say
 from threed.base.errors import ThreedError
 from threed.devices import device_of
-from threed.tensor.fused_loss import LossKernels, Separate
+from threed.tensor.fused_loss import Chunks, LossKernels
 from threed.tensor.random import keyed, mask_of
 
 Body = Callable[..., Any]
@@ -93,11 +93,14 @@ class _Fallback:
     def __call__(self, body: Body) -> Body:
         return body if self.needed else lambda *inputs: self._run(lambda: _compiled(body), body, *inputs)
 
-    def statistics(self, *given: Any) -> Any:
-        return self._run(lambda: _triton().statistics, Separate.statistics, *given)
+    def largest(self, logits: torch.Tensor, real: int) -> torch.Tensor | None:
+        return Chunks().largest(logits, real) if self.needed else None
 
-    def gradient(self, *given: Any) -> None:
-        self._run(lambda: _triton().gradient, Separate.gradient, *given)
+    def statistics(self, *given: Any) -> Any:
+        return self._run(lambda: _triton().statistics, Chunks().statistics, *given)
+
+    def gradient(self, *given: Any) -> torch.Tensor:
+        return self._run(lambda: _triton().gradient, Chunks().gradient, *given)
 
     def _run(self, compiled: Callable[[], Body], plain: Body, *inputs: Any) -> Any:
         if self.needed:

@@ -1,7 +1,9 @@
-"""Cross entropy by kernels that read logits in the dtype of compute and write their gradient over them.
+"""Fused loss: cross entropy that keeps the logits in the dtype of compute, and computes exponentials again in
+backward. A GPU's kernels do it (`loss_kernel`), or separate operations on some tokens at a time (`Chunks`).
 
-Numbers are those of `softmax` but for rounding: over tp, each rank first sums exponentials less its own
-largest logit, which spares it a second pass over the logits.
+Chunks compute every number as the whole loss does (`layers`, `softmax`): losses and gradients have the same
+bits. Kernels round otherwise: over tp, each rank first sums exponentials less its own largest logit, which
+spares it a second pass over the logits.
 
 Shapes as in `softmax`: S sequence, B micro-batch, V the rank's part of the vocabulary (of a tile).
 """
@@ -9,85 +11,102 @@ Shapes as in `softmax`: S sequence, B micro-batch, V the rank's part of the voca
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from threed.comm.group import Group
-from threed.tensor.softmax import CHUNK, MASKED, real_of
+from threed.tensor.softmax import MASKED, add_at
+
+CHUNK = 512  # tokens at a time where model.loss_chunk does not say
 
 
 class LossKernels(Protocol):
-    """What computes on logits. All tensors are contiguous, and all numbers a token in fp32. `places`: [S, B],
-    the column of each label among the rank's, which it may lie outside of. The first `real` columns are no
-    padding."""
+    """What computes on logits. All tensors are contiguous, and numbers of a token are in fp32, or fp64 as the
+    logits. `places`: [S, B], the column of each label among the rank's, which it may lie outside of. The
+    first `real` columns are no padding."""
 
-    def statistics(self, logits: torch.Tensor, places: torch.Tensor, real: int,
+    def largest(self, logits: torch.Tensor, real: int, /) -> torch.Tensor | None:
+        """[S, B, V] -> the largest logit of each token, [S, B] (-inf where all are padding); None where
+        `statistics` finds it in its only pass."""
+        ...
+
+    def statistics(self, logits: torch.Tensor, places: torch.Tensor, real: int, largest: torch.Tensor | None,
                    /) -> tuple[torch.Tensor, torch.Tensor]:
-        """[S, B, V], [S, B] -> two numbers a token, [2, S, B]: the largest logit (-inf where all are padding)
-        and the sum of exponentials of the logits less it; and the label's logit, [S, B] (0 where it is
+        """[S, B, V], [S, B] -> two numbers a token, [2, S, B]: `largest`, or this rank's largest logit, and
+        the sum of exponentials of the logits less it; and the label's logit, [S, B] (0 where it is
         elsewhere)."""
         ...
 
-    def gradient(self, logits: torch.Tensor, places: torch.Tensor, numbers: torch.Tensor, grads: torch.Tensor,
-                 real: int, /) -> None:
-        """Write over each logit its share exp(logit - largest) / sum times grads[0], and grads[1] more over
-        the label's; 0 over padding. `grads`: [2, S, B]."""
+    def gradient(self, logits: torch.Tensor, places: torch.Tensor, numbers: torch.Tensor,
+                 of_sum: torch.Tensor, of_label: torch.Tensor | None, real: int, /) -> torch.Tensor:
+        """The gradient of the logits, which may be written over them: exp(logit - largest) / sum times
+        `of_sum`, [S, B], and `of_label` more for the label's (None: `of_sum` less); 0 for padding."""
         ...
 
 
-class Separate:
-    """As LossKernels, by separate operations on a few tokens at a time: where the kernels turn out not to
-    compile, which may be in backward, behind a forward that was theirs."""
+class Chunks(NamedTuple):
+    """As LossKernels, by separate operations."""
 
-    @staticmethod
-    def statistics(logits: torch.Tensor, places: torch.Tensor,
-                   real: int) -> tuple[torch.Tensor, torch.Tensor]:
-        label = places.new_zeros(places.shape, dtype=torch.float32)
-        numbers = label.new_zeros(2, *places.shape)
+    tokens: int = CHUNK  # at a time
+    in_place: bool = True  # the gradient is written over the logits
+
+    def largest(self, logits: torch.Tensor, real: int) -> torch.Tensor:
+        wide = torch.promote_types(logits.dtype, torch.float32)
         if not real:
-            numbers[0] = -torch.inf
-            return numbers, label
-        largest, total = numbers.flatten(1)
-        for part, wide, index, here in _parts(logits, places, real):
-            most = wide.amax(-1, keepdim=True)
-            largest[part] = most.squeeze(-1)
-            label.view(-1)[part] = wide.gather(-1, index).squeeze(-1).masked_fill_(~here, 0.0)
-            total[part] = wide.sub_(most.masked_fill(most == -torch.inf, 0.0)).exp_().sum(-1)
-        return numbers, label
+            return logits.new_full(logits.shape[:-1], -torch.inf, dtype=wide)
+        return logits[..., :real].amax(-1).to(wide)
 
-    @staticmethod
-    def gradient(logits: torch.Tensor, places: torch.Tensor, numbers: torch.Tensor, grads: torch.Tensor,
-                 real: int) -> None:
-        rows, (largest, total) = logits.flatten(0, 1), numbers.flatten(1)
-        of_sum, of_label = grads.flatten(1)
-        most, scale = largest.unsqueeze(-1), (of_sum / total).unsqueeze(-1)
-        for part, wide, index, here in _parts(logits, places, real) if real else ():
-            wide.sub_(most[part]).exp_().mul_(scale[part])
-            wide[torch.arange(len(wide), device=wide.device), index.squeeze(-1)] += of_label[part] * here
-            rows[part, :real] = wide
-        rows[:, real:] = 0.0
+    def statistics(self, logits: torch.Tensor, places: torch.Tensor, real: int,
+                   largest: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        largest = self.largest(logits, real) if largest is None else largest
+        total, label = torch.empty_like(largest), torch.empty_like(largest)
+        for part, exponents, index, here in self._parts(logits, places, largest, real):
+            chosen = logits.flatten(0, 1)[part].gather(-1, index).squeeze(-1)
+            label.view(-1)[part] = chosen.masked_fill_(~here, 0.0)
+            total.view(-1)[part] = exponents.sum(-1)
+        return torch.stack([largest, total]), label
 
+    def gradient(self, logits: torch.Tensor, places: torch.Tensor, numbers: torch.Tensor,
+                 of_sum: torch.Tensor, of_label: torch.Tensor | None, real: int) -> torch.Tensor:
+        grad = logits.detach() if self.in_place else torch.empty_like(logits)
+        largest, total = numbers
+        for part, exponents, index, here in self._parts(logits, places, largest, real):
+            softmax = exponents.div_(total.flatten()[part].unsqueeze(-1))
+            factor = of_sum.flatten()[part].unsqueeze(-1)
+            if of_label is None:
+                add_at(softmax, index, -here.to(softmax.dtype)).mul_(factor)
+            else:
+                add_at(softmax.mul_(factor), index, of_label.flatten()[part] * here)
+            grad.flatten(0, 1)[part] = softmax
+        return grad
 
-def _parts(logits: torch.Tensor, places: torch.Tensor, real: int) -> Iterator[
-        tuple[slice, torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """For each few tokens: which they are; their real logits in fp32; their labels' columns, [.., 1], and
-    whether they have one here (else it is 0)."""
-    rows, columns = logits.flatten(0, 1), places.flatten()
-    for start in range(0, len(rows), CHUNK):
-        part = slice(start, start + CHUNK)
-        place = columns[part]
-        here = (place >= 0) & (place < real)
-        yield part, rows[part, :real].to(torch.float32, copy=True), place.where(here, 0).unsqueeze(-1), here
+    def _parts(self, logits: torch.Tensor, places: torch.Tensor, largest: torch.Tensor,
+               real: int) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """For each chunk of the tokens: which they are; exponentials of their logits less the largest, in
+        fp32, 0 for padding; their labels' columns, [chunk, 1], and whether they have one here (else it is
+        0)."""
+        rows, columns, most = logits.flatten(0, 1), places.flatten(), largest.flatten()
+        for start in range(0, len(rows), self.tokens):
+            part = slice(start, start + self.tokens)
+            wide = rows[part] - most[part].unsqueeze(-1)
+            wide[:, real:] = -torch.inf
+            here = (columns[part] >= 0) & (columns[part] < real)
+            yield part, wide.exp_(), columns[part].where(here, 0).unsqueeze(-1), here
 
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor, vocab: int, group: Group,
                 kernels: LossKernels):
-        places, numbers, label = _read(ctx, kernels, logits, labels, group.rank() * logits.shape[-1], vocab)
+        first = group.rank() * logits.shape[-1]
+        ctx.kernels, ctx.real, places = kernels, *_read(logits, labels, first, vocab)
+        given = kernels.largest(logits, ctx.real)
+        if given is not None:
+            group.all_reduce(given, "max").wait()
+        numbers, label = kernels.statistics(logits, places, ctx.real, given)
         largest, total = numbers
-        if group.size() > 1:
+        if given is None and group.size() > 1:
             own = largest.clone()
             group.all_reduce(largest, "max").wait()
             total.mul_(own.sub_(largest).exp_())
@@ -99,7 +118,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor):
         logits, places, numbers = ctx.saved_tensors
-        grad = _written(ctx, logits, places, numbers, torch.stack([grads[0], -grads[0]]))
+        grad = ctx.kernels.gradient(logits, places, numbers, grads[0], None, ctx.real)
         return grad, None, None, None, None
 
 
@@ -107,7 +126,8 @@ class _AddToSoftmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, before: torch.Tensor | None, logits: torch.Tensor, labels: torch.Tensor, first: int,
                 vocab: int, kernels: LossKernels):
-        places, numbers, chosen = _read(ctx, kernels, logits, labels, first, vocab)
+        ctx.kernels, ctx.real, places = kernels, *_read(logits, labels, first, vocab)
+        numbers, chosen = kernels.statistics(logits, places, ctx.real, None)
         largest, total = numbers
         if not ctx.real:  # as if its padding were logits that are far below all others
             largest.fill_(MASKED)
@@ -122,35 +142,24 @@ class _AddToSoftmax(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor):
         logits, places, numbers, share, kept = ctx.saved_tensors
         of_sum, of_label = grads[0]
-        grad = _written(ctx, logits, places, numbers, torch.stack([of_sum * share, of_label]))
+        grad = ctx.kernels.gradient(logits, places, numbers, of_sum * share, of_label, ctx.real)
         before = None if kept is None else torch.stack([of_sum * kept, of_label])
         return before, grad, None, None, None, None
 
 
-def _read(ctx: Any, kernels: LossKernels, logits: torch.Tensor, labels: torch.Tensor, first: int,
-          vocab: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The places of labels among the ids from `first` on, and what `statistics` returns."""
-    ctx.kernels, ctx.real = kernels, real_of(logits, first, vocab)
-    places = labels - first if first else labels
-    return places, *kernels.statistics(logits, places, ctx.real)
-
-
-def _written(ctx: Any, logits: torch.Tensor, places: torch.Tensor, numbers: torch.Tensor,
-             grads: torch.Tensor) -> torch.Tensor:
-    """The gradient, written over the logits. Autograd is told, so that whoever has saved them for a backward
-    that is still to come gets an error, not the gradient."""
-    ctx.kernels.gradient(logits, places, numbers, grads, ctx.real)
-    torch.autograd.graph.increment_version(logits)
-    return logits.detach()
+def _read(logits: torch.Tensor, labels: torch.Tensor, first: int, vocab: int) -> tuple[int, torch.Tensor]:
+    """How many of the ids from `first` on are no padding, and the places of labels among them."""
+    return min(max(vocab - first, 0), logits.shape[-1]), labels - first if first else labels
 
 
 def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, vocab: int, group: Group,
                   kernels: LossKernels) -> torch.Tensor:
-    """As softmax.cross_entropy_in_chunks. Backward writes over `logits`."""
+    """Loss of each token [S, B] in fp32, of `logits` [S, B, V], which backward may write over. Ids from
+    `vocab` on are padding and are masked."""
     return _CrossEntropy.apply(logits.contiguous(), labels.contiguous(), vocab, group, kernels)  # pyright: ignore[reportReturnType]
 
 
 def add_to_softmax(before: torch.Tensor | None, logits: torch.Tensor, labels: torch.Tensor, first: int,
                    vocab: int, kernels: LossKernels) -> torch.Tensor:
-    """As softmax.add_to_softmax. Backward writes over `logits`."""
+    """As softmax.add_to_softmax. Backward may write over `logits`."""
     return _AddToSoftmax.apply(before, logits.contiguous(), labels.contiguous(), first, vocab, kernels)  # pyright: ignore[reportReturnType]

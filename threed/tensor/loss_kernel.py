@@ -65,8 +65,12 @@ class TritonKernels:
     """As fused_loss.LossKernels."""
 
     @staticmethod
-    def statistics(logits: torch.Tensor, places: torch.Tensor,
-                   real: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def largest(logits: torch.Tensor, real: int) -> None:
+        """`statistics` finds it."""
+
+    @staticmethod
+    def statistics(logits: torch.Tensor, places: torch.Tensor, real: int,
+                   largest: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         label = places.new_empty(places.shape, dtype=torch.float32)
         numbers, width = label.new_empty(2, *label.shape), logits.shape[-1]
         statistics_kernel[(label.numel(),)](logits, places, numbers, label, width, real, BLOCK=_block(width),
@@ -74,12 +78,17 @@ class TritonKernels:
         return numbers, label
 
     @staticmethod
-    def gradient(logits: torch.Tensor, places: torch.Tensor, numbers: torch.Tensor, grads: torch.Tensor,
-                 real: int) -> None:
+    def gradient(logits: torch.Tensor, places: torch.Tensor, numbers: torch.Tensor, of_sum: torch.Tensor,
+                 of_label: torch.Tensor | None, real: int) -> torch.Tensor:
+        """Written over the logits. Autograd is told, so that whoever has saved them for a backward that is
+        still to come gets an error, not the gradient."""
+        grads = torch.stack([of_sum, -of_sum if of_label is None else of_label])
         width, block = logits.shape[-1], _block(logits.shape[-1])
         programs = places.numel() * -(-width // block)
         gradient_kernel[(programs,)](logits, places, numbers, grads, width, real, BLOCK=block,
                                      num_warps=WARPS)  # pyright: ignore[reportCallIssue]
+        torch.autograd.graph.increment_version(logits)
+        return logits.detach()
 
 
 def _block(width: int) -> int:

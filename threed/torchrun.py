@@ -3,15 +3,13 @@
 It is torch.distributed.run, with its options, its PET_* variables and its agent, and reads NNODES, NODE_RANK,
 MASTER_ADDR, MASTER_PORT, GPUS_PER_NODE, LOCAL_ADDR and MAX_RESTARTS as well. Run it on each machine. It adds
 what the agent lacks: requests to stop and to save go to the ranks, libraries are imported once, and what
-fails is said in a line. CONFIG may be a script that trains (FILE.py [ARGUMENT]...).
+fails is said in a line (`launcher.attend` and `launcher.agents` name the faults that torchrun would miss).
+CONFIG may be a script that trains (FILE.py [ARGUMENT]...).
 """
 
 from __future__ import annotations
 
-import difflib
 import os
-import re
-import sys
 import time
 from typing import TYPE_CHECKING, NoReturn
 
@@ -22,12 +20,9 @@ from threed.comm.environment import torchrun_variables
 from threed.launcher.attend import Attendant
 
 if TYPE_CHECKING:
-    from argparse import ArgumentParser, Namespace
+    from argparse import Namespace
 
 USE = "python -m threed.torchrun [OPTION]... CONFIG [KEY=VALUE]..."
-_RANKS = ("gpus", "ngpus", "num_gpus", "n_gpus", "gpus_per_node", "nproc", "np", "n", "procs", "ntasks",
-          "ntasks_per_node", "num_processes", "devices")  # what others call --nproc-per-node
-_NODES = ("nodes", "num_nodes", "n_nodes", "nnode", "num_machines")  # and --nnodes
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -59,8 +54,7 @@ def parse(argv: list[str] | None) -> Namespace:
     for name in ("node_rank", "master_addr", "master_port", "nproc_per_node", "max_restarts"):
         if f"PET_{name.upper()}" not in os.environ:
             parser.set_defaults(**{name: None})
-    words = list(sys.argv[1:] if argv is None else argv)
-    setattr(parser, "error", lambda message: _refuse(parser, words, message))  # noqa: B010
+    setattr(parser, "error", _refuse)  # noqa: B010
     args = parser.parse_args(argv)
     if args.training_script == "train" and not os.path.exists("train"):
         raise InputError(f"threed.torchrun trains by itself, without the word train: {USE}")
@@ -74,23 +68,11 @@ def parse(argv: list[str] | None) -> Namespace:
     return args
 
 
-def _refuse(parser: ArgumentParser, words: list[str], message: str) -> NoReturn:
+def _refuse(message: str) -> NoReturn:
     """InputError in place of argparse's pages of options."""
     if "arguments are required" in message:
-        raise InputError(f"give a config file, or a script that trains: {USE}")
-    found = re.search(r"(?:unrecognized arguments|ambiguous option): (--?([\w-]+)\S*)", message)
-    if found is None:
-        raise InputError(f"{message}; python -m threed.torchrun --help lists the options")
-    from threed.cli.options import ARGUMENTS, hint
-
-    option, name = found[1].partition("=")[0], found[2].replace("-", "_")
-    known = [each for action in parser._actions for each in action.option_strings if each.startswith("--")]
-    near = difflib.get_close_matches(option, known, 1, 0.8)
-    said = {**dict.fromkeys(_RANKS, "--nproc-per-node=N is the number of ranks of this node"),
-            **dict.fromkeys(_NODES, "--nnodes=N is the number of nodes"),
-            **dict.fromkeys(ARGUMENTS, "CONFIG is the first word after options")}.get(name)
-    said = said or (f"did you mean {near[0]}?" if near else hint(option, words)) or "see --help"
-    raise InputError(f"threed.torchrun has no option {option}: {said.removeprefix(f'{option}: ')}; {USE}")
+        message = "give a config file, or a script that trains"
+    raise InputError(f"{message}; the use is {USE}; --help lists the options")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,16 @@
-"""Agents: how `threed.torchrun` starts torch's elastic agent, and what it says where that fails."""
+"""Agents: how `threed.torchrun` starts torch's elastic agent, and what it says where that fails.
+
+These rows of bench/results/cluster.md need it. Under plain torchrun a run hangs, or goes on without
+some nodes:
+
+* NNODES=1:3, a node comes to two that run: the agents take it for success, one after the other, and the run
+  goes on without some of them (`_refuse_joining`).
+* NNODES=1:2, a second node comes: ranks read the store of the start before, and the node that comes waits in
+  vain (`_c10d`); an agent waits for ranks that have ended (`_await_no_agent`).
+* 3 hosts started out of order, names: unresolvable: a host must resolve its own name (`_c10d`).
+
+The rows of nodes that do not meet need it for their words alone (`_why`).
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,16 @@
-"""Attend: what happens to the ranks of this machine while torch's agent, on the main thread, looks after them
-in its own way, or sits in a long call.
+"""Attend: a thread next to torch's agent, which has the main thread and may be in a long call. It passes
+signals on to the ranks of this machine, sees at once how a rank has ended, and says for what this machine
+waits.
 
-A thread answers signals (to stop and to save is the ranks' affair: the agent itself would end with a
-traceback, and other machines would wait 300 s for it), sees at once how a rank has ended (the agent ends its
-neighbours first, which may take 30 s), and says for what this machine waits.
+These rows of bench/results/cluster.md need it. Under plain torchrun the request is lost, or an agent hangs:
+
+* SIGTERM to host 1's agent, SIGTERM to host 2's agent: the agent ends with a traceback and status 1, and
+  those of other machines wait 300 s for it.
+* host 1 off, host 1 cut off for ever: the other agents wait without a limit for the store, which has gone;
+  after a failure (`_await_agent`), and where their own ranks have done their work (`_see_all`).
+* a node never comes: under c10d torch waits beyond its limit (`await_nodes`).
+
+In the rows about SIGKILL it saves seconds, and names the rank on the other machines, too.
 """
 
 from __future__ import annotations

@@ -1,15 +1,16 @@
-"""extend: what a schedule, a layer, a family, an optimizer, a pass or an axis of your own imports.
+"""extend: what a schedule, a layer, a family, an optimizer, a pass, an axis or a logger of your own imports.
 
     from threed.extend import SCHEDULES, Order, Schedule, Task
     from threed.extend import Attention, Block, Branch, Family, Mlp, Norm
     from threed.extend import Column, Cost, Held, Parameter, Part, Row, Saved
     from threed.extend import OPTIMIZERS, Buffer, Optimizer, Update, View
+    from threed.extend import LOGGERS, Logger, LoggerRow
 
-A script adds a row to the table `SCHEDULES` or `OPTIMIZERS` before it reads a config. (A family needs no row:
-`model.family` names its file. Rows of `AXES` and `GROUPS` need a key, too: docs/extending/axis.md.) `gpt` and
-`llama` are modules, each with its `layers(model)`. An `Order` has a list of tasks for each pipeline position,
-`Programs` a list of instructions. `WHOLE` is the tile of a layer that is not cut, and `SEQUENCE` stands for
-the axes that cut the sequence.
+A script adds a row to the table `SCHEDULES`, `OPTIMIZERS` or `LOGGERS` before it reads a config. (A family
+needs no row: `model.family` names its file. Rows of `AXES` and `GROUPS` need a key, too:
+docs/extending/axis.md.) `gpt` and `llama` are modules, each with its `layers(model)`. An `Order` has a list
+of tasks for each pipeline position, `Programs` a list of instructions. `WHOLE` is the tile of a layer that is
+not cut, and `SEQUENCE` stands for the axes that cut the sequence.
 
 The names in `__all__` stay as they are from version to version, wherever threed has what they stand for.
 `torch` and `F` (torch.nn.functional) import torch when they are first used, since plans are made without it.
@@ -31,6 +32,7 @@ from threed.models.layers.head import Head, Logits
 from threed.models.layers.mlp import Mlp
 from threed.models.layers.parts import Column, Dropout, Held, Norm, Row, added, cut_over
 from threed.models.tiling import layers_of, share_of
+from threed.monitor.loggers.logger import Logger
 from threed.optim.base import Buffer, Optimizer, Update, View
 from threed.optim.registry import OPTIMIZERS
 from threed.planner import make_mesh
@@ -39,17 +41,18 @@ from threed.program.instruction import Instruction, Op, Programs
 from threed.program.table import Table
 from threed.schedules.orders import SCHEDULES, Order, Schedule, Task
 from threed.schema import Config, ModelConfig, ParallelConfig
+from threed.schema.loggers import LOGGERS, LoggerRow
 from threed.spec.parameter import SEQUENCE, WHOLE, Cost, Cut, Parameter, Rows, Saved, Share, Tile, Traffic
 from threed.spec.travel import Exchanged, Gathered
 
 __all__ = [
-    "AXES", "FOLDS", "GROUPS", "OPTIMIZERS", "QUIET", "SCHEDULES", "SEQUENCE", "WHOLE", "Attention",
-    "Block", "Branch", "Buffer", "Column", "Cost", "Cut", "Dropout", "Embedding", "Exchanged", "F",
-    "Family", "Fold", "Gathered", "GroupRow", "Head", "Held", "Instruction", "Layer", "Logits", "Mlp",
-    "ModelConfig", "Norm", "Op", "Optimizer", "Order", "Out", "ParallelConfig", "Parameter", "Part",
-    "Pass", "Programs", "Row", "Rows", "Saved", "Schedule", "Share", "Table", "Task", "Tile", "Traffic",
-    "Update", "View", "added", "cut_over", "family_of", "fold_groups", "gpt", "layers_of", "llama",
-    "make_mesh", "measured_cost", "share_of", "torch"]
+    "AXES", "FOLDS", "GROUPS", "LOGGERS", "OPTIMIZERS", "QUIET", "SCHEDULES", "SEQUENCE", "WHOLE",
+    "Attention", "Block", "Branch", "Buffer", "Column", "Cost", "Cut", "Dropout", "Embedding", "Exchanged",
+    "F", "Family", "Fold", "Gathered", "GroupRow", "Head", "Held", "Instruction", "Layer", "Logger",
+    "LoggerRow", "Logits", "Mlp", "ModelConfig", "Norm", "Op", "Optimizer", "Order", "Out", "ParallelConfig",
+    "Parameter", "Part", "Pass", "Programs", "Row", "Rows", "Saved", "Schedule", "Share", "Table", "Task",
+    "Tile", "Traffic", "Update", "View", "added", "cut_over", "family_of", "fold_groups", "gpt", "layers_of",
+    "llama", "make_mesh", "measured_cost", "share_of", "torch"]
 
 
 def measured_cost(layer: Layer, config: Config) -> Cost:

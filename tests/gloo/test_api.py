@@ -204,8 +204,7 @@ def test_threads_before_the_run(before, status, tmp_path, cache):
 def test_a_script(launcher, tmp_path, cache):
     """The guide's, as a file, with plain python and under torchrun: there each rank comes back from `train`.
     The learning rate is 0, so that the second and the third evaluation are no better than the first."""
-    script, logger = code("callback")
-    compile(logger, "a logger", "exec")
+    (script,) = code("callback")
     (tmp_path / "patience.py").write_text(script)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     overrides = [*TOY, *cache, f"run.dir={tmp_path / 'run'}", "train.steps=20", "train.eval_every=1",
@@ -219,3 +218,16 @@ def test_a_script(launcher, tmp_path, cache):
     assert all(f"rank {rank} of 2 ends after step 4" in done.stdout for rank in range(2))
     assert done.stdout.count("4 steps, last loss") == (2 if launcher == "torchrun" else 1)
     assert [row["patience/waited"] for row in metrics(tmp_path / "run")] == [0, 1, 2, 3]
+
+
+def test_a_script_with_a_logger(tmp_path, cache):
+    """The guide's: each step's loss and time are in its table."""
+    (tmp_path / "table.py").write_text(*code("logger"))
+    argv = [sys.executable, str(tmp_path / "table.py"), *TOY, *cache, f"run.dir={tmp_path / 'run'}",
+            "train.steps=3", "monitor.loggers=[table]"]
+    done = subprocess.run(argv, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, text=True, timeout=120,
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert done.returncode == 0, done.stdout
+    rows = [line.split(",") for line in (tmp_path / "run" / "steps.csv").read_text().splitlines()]
+    assert [[int(step), float(loss), float(took)] for step, loss, took in rows] == [
+        [row["step"], row["train/loss"], row["perf/step_s"]] for row in metrics(tmp_path / "run")]

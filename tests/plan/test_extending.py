@@ -12,11 +12,14 @@ from collections import Counter
 import pytest
 
 import threed
+import threed.extend
 from tests.guides import EXTENDING, ROOT, added_pass, blocks, code
 from tests.plan.test_docs import run
 from threed.base.errors import ConfigError, PlanError
+from threed.monitor.loggers.logger import About, Logger, check_installed, make
 from threed.optim.registry import OPTIMIZERS
 from threed.program.instruction import Instruction, Op
+from threed.schema import LOGGERS
 
 SCHEDULE = """
 from tests.guides import EXTENDING, add_schedule
@@ -144,6 +147,27 @@ def test_optimizer(monkeypatch, optimizers):
     assert len(named) == 5 and all(f"def {name}(" in tests for name in named)
 
 
-@pytest.mark.parametrize("guide", ["schedule", "pass", "optimizer", "callback"])
+def test_logger(monkeypatch, tmp_path):
+    """The guide's class and row are enough."""
+    monkeypatch.delitem(LOGGERS, "table", raising=False)
+    with pytest.raises(ConfigError, match="table is none of wandb"):
+        threed.load("configs/toy.yaml", ["monitor.loggers=[table]"])
+    monkeypatch.setattr(threed.extend, "LOGGERS", table := dict(LOGGERS))
+    exec(*code("logger"), {"__name__": "table"})
+    monkeypatch.setitem(LOGGERS, "table", table["table"])
+    config = threed.load("configs/toy.yaml", ["monitor.loggers=[table]", f"run.dir={tmp_path}"])
+    check_installed(config)
+    logger = make("table")
+    logger.start(About(config, 0, False, print), None)
+    rows = [{"train/loss": 5.5, "perf/step_s": 0.25}, {"train/loss": 5, "perf/step_s": None}]
+    logger.metrics(list(enumerate(rows, 1)))
+    logger.finish("ended")
+    assert (tmp_path / "steps.csv").read_text().split() == ["1,5.5,0.25", "2,5,"]
+    methods = {name for name in vars(Logger) if not name.startswith("_")} - {"place", "kept"}
+    page = (EXTENDING / "logger.md").read_text()
+    assert set(re.findall(r"^\| `(\w+)\(", page, re.MULTILINE)) == methods
+
+
+@pytest.mark.parametrize("guide", ["schedule", "pass", "optimizer", "callback", "logger"])
 def test_one_page(guide):
     assert len((EXTENDING / f"{guide}.md").read_text().splitlines()) <= 120

@@ -13,8 +13,9 @@ from threed.schema.layout import (
     PrecisionConfig,
     ZeroConfig,
 )
+from threed.schema.loggers import LOGGERS
 from threed.schema.model import LayersConfig, ModelConfig
-from threed.schema.running import LOGGERS, MonitorConfig, RunConfig
+from threed.schema.running import MonitorConfig, RunConfig
 from threed.schema.training import CheckpointConfig, DataConfig, OptimizerConfig, TrainConfig
 
 __all__ = ["LOGGERS", "PIECES", "ActivationConfig", "CheckpointConfig", "Config", "DataConfig", "KeySpec",

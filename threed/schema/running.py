@@ -11,9 +11,7 @@ from threed.base.errors import InputError
 from threed.base.paths import expanded
 from threed.base.quantity import parse_seconds
 from threed.schema.keys import key
-
-LOGGERS = ("wandb", "tensorboard", "mlflow", "trackio", "prometheus")
-
+from threed.schema.loggers import LOGGERS
 
 # What is wrong with a value: how the message goes on after the key.
 
@@ -23,7 +21,7 @@ def _loggers(names: list[str]) -> Iterator[str]:
     for name in dict.fromkeys(names):
         if name not in LOGGERS:
             near = difflib.get_close_matches(str(name).lower(), LOGGERS, 1)
-            hint = f"; did you mean {near[0]}?" if near else ", or a callback of your own"
+            hint = f"; did you mean {near[0]}?" if near else ", or a row of threed.extend.LOGGERS"
             yield f"{given}: {name} is none of {', '.join(LOGGERS)}{hint}"
         elif names.count(name) > 1:
             yield f"{given}: {name} is named twice"
@@ -76,7 +74,8 @@ class MonitorConfig:
     @property
     def draws(self) -> bool:
         """Whether a logger may take pictures."""
-        return "mlflow" in self.loggers or ("wandb" in self.loggers and self.wandb != "disabled")
+        return any(LOGGERS[name].draws for name in self.loggers
+                   if name != "wandb" or self.wandb != "disabled")
 
 
 @dataclass

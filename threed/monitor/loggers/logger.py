@@ -1,8 +1,9 @@
 """Logger: the base of what tells another program of a run (`monitor.loggers`), and what each is told of it:
 name, tags, facts that a config does not have. All loggers get the names and numbers of metrics.jsonl.
 
-`beside` calls a logger on a thread of its own. Whatever a method raises, it turns the logger off, and not the
-run. A new logger is a class here, in a file of its own name, with a line in LIBRARIES and in CLASSES.
+`threaded` calls a logger on a thread of its own. Whatever a method raises turns the logger off, and does not
+end the run. A new logger is a class, in a file of its own, and a row of `schema.LOGGERS`:
+docs/extending/logger.md.
 """
 
 from __future__ import annotations
@@ -21,14 +22,8 @@ from typing import Any
 from threed.base.errors import InputError
 from threed.base.mesh import shown
 from threed.models.model import num_parameters
-from threed.schema import Config
+from threed.schema import LOGGERS, Config
 
-# name in monitor.loggers -> the library that it imports, and what pip calls that
-LIBRARIES = {"wandb": ("wandb", "wandb"), "tensorboard": ("tensorboard", "tensorboard"),
-             "mlflow": ("mlflow", "mlflow-skinny"), "trackio": ("trackio", "trackio"),
-             "prometheus": ("prometheus_client", "prometheus-client")}
-CLASSES = {"wandb": "Wandb", "tensorboard": "TensorBoard", "mlflow": "MLflow", "trackio": "Trackio",
-           "prometheus": "Prometheus"}
 PROBE_S = 5.0  # how long a server may take to answer at all
 _OF_POSITION = re.compile(r"(.+)/(\d+)")
 
@@ -83,14 +78,19 @@ class Logger:
 def check_installed(config: Config) -> None:
     """InputError where the library of a logger is not here."""
     for name in config.monitor.loggers:
-        library, package = LIBRARIES[name]
-        if (name != "wandb" or config.monitor.wandb != "disabled") and find_spec(library) is None:
+        row, is_asked = LOGGERS[name], name != "wandb" or config.monitor.wandb != "disabled"
+        if row.library and is_asked and find_spec(row.library) is None:
             raise InputError(f"monitor.loggers has {name}, whose library is not installed here: pip install "
-                             f"{package}, or leave {name} out")
+                             f"{row.package}, or leave {name} out")
 
 
 def make(name: str) -> Logger:
-    return getattr(import_module(f"threed.monitor.loggers.{name}"), CLASSES[name])()
+    """The logger of this name in `LOGGERS`."""
+    kind = LOGGERS[name].kind
+    if isinstance(kind, str):
+        module, _, name = kind.partition(":")
+        kind = getattr(import_module(module), name)
+    return kind()
 
 
 def name_of(config: Config) -> str:

@@ -1,11 +1,12 @@
-"""Write docs/reference/config.md, cli.md, api.md and keys.md, and configs/reference.yaml, from the code.
+"""Write docs/reference/config.md, cli.md, api.md and keys.md, configs/reference.yaml, and the first table of
+docs/metrics.md, from the code.
 
     python docs/reference/generate.py
 
 What is told of a key stands at its field in threed/schema. A command's section is what --help prints. The
 Python reference begins with the docstring of `threed` and the first sentence about each of its names. Other
-frameworks' keys are the rows of threed/config/keys. `make docs` runs this; tests/plan/test_docs.py compares
-the pages that are checked in with what it makes.
+frameworks' keys are the rows of threed/config/keys, metrics those of threed/monitor/metrics. `make docs` runs
+this; tests/plan/test_docs.py compares the pages that are checked in with what it makes.
 """
 
 from __future__ import annotations
@@ -25,10 +26,12 @@ from threed import extend, schema
 from threed.cli import main as cli
 from threed.config.keys.table import NO_KEY, NOTHING, Framework, Key
 from threed.config.synonyms import FRAMEWORKS
+from threed.monitor.metrics import METRICS, Metric
 from threed.prediction.hardware import Hardware
 from threed.schema.keys import specs
 
 HERE = Path(__file__).parent
+METRICS_PAGE, METRICS_HEAD = HERE.parent / "metrics.md", "| name | unit | meaning |"
 WIDTH = {"TERMINAL_WIDTH": "80"}
 CONFIG_HEAD = """# Configuration reference
 
@@ -171,6 +174,18 @@ def _ours(row: Key) -> str:
     return f"`{key}`{space}{rest}"
 
 
+def metrics_page() -> str:
+    """docs/metrics.md, with the table of all metrics behind its first paragraph."""
+    head, _, rest = METRICS_PAGE.read_text().partition(METRICS_HEAD)
+    rows = [f"| {' '.join(f'`{name}`' for name in row.names)} | {row.unit} | {_cell(_meaning(row))} |"
+            for row in METRICS]
+    return "\n".join([head + METRICS_HEAD, "|---|---|---|", *rows]) + "\n\n" + rest.partition("\n\n")[2]
+
+
+def _meaning(row: Metric) -> str:
+    return row.meaning + "; `/0`, `/1`, ... for each position" * row.by_position
+
+
 def _signature(function: Any) -> str:
     """The names of a function's arguments."""
     return f"({', '.join(inspect.signature(function).parameters)})"
@@ -186,6 +201,7 @@ def pages() -> Iterator[tuple[Path, str]]:
     yield HERE / "cli.md", cli_page()
     yield HERE / "api.md", api_page()
     yield HERE / "keys.md", keys_page()
+    yield METRICS_PAGE, metrics_page()
 
 
 if __name__ == "__main__":

@@ -1,33 +1,5 @@
 """Log: writes the same metrics to metrics.jsonl, to the loggers (monitor.loggers) and to the console. Rank 0
-only.
-
-train/loss train/lr train/grad_norm train/skipped_steps    of the step
-run/tokens run/time                                        so far, of this run; seconds since 1970
-run/goodput                                                share of the time since the run began that went
-                                                           into steps that count: see monitor/goodput
-spent/steps spent/repeated spent/start ...                 what that time went into [s]
-train/loss_scale                                           that it was made with, where it is dynamic
-val/loss                                                   where evaluated
-perf/step_s perf/tokens_per_s perf/tokens_per_s_per_device perf/model_tflops_per_device    (layers of
-                                  a user's: samples in place of tokens, here and in run/tokens)
-perf/apart_s                      what perf/step_s leaves out: evaluation, texts, a verified step's first
-                                  computation
-perf/mfu                          null where the device's peak is not known
-pipeline/bubble_measured          1 - (time in compute instructions / step time), mean; per stage as .../0,
-                                  .../1
-pipeline/bubble_predicted         the same from walking the plan with this step's measured costs
-time/compute time/p2p_wait time/dp_wait time/optimizer time/offload time/idle
-                                  of the step on a rank [s], mean: see monitor/attribute; per stage as .../0,
-                                  .../1
-comm/bytes_dp comm/bytes_tp comm/bytes_pp                  sent by all ranks in the step
-moe/imbalance moe/load_max moe/room moe/dropped            with experts: see monitor/spread
-integrity/verified_steps          so far in this process, where run.verify_every is set
-integrity/rehearsal_s             of a verified step: of its first computation, which perf/step_s leaves out
-straggler/rank straggler/slower                            the rank whose own work took longest, and how many
-                                                           times as long as others' of its position: see
-                                                           monitor/straggler
-memory/peak_bytes                 allocator peak on a GPU, peak resident set on a CPU; the largest rank
-"""
+only. Their names are in monitor/metrics."""
 
 from __future__ import annotations
 

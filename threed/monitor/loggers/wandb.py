@@ -20,7 +20,6 @@ from typing import Any
 
 from threed.base.errors import InputError
 from threed.comm.environment import restarted
-from threed.monitor.attribute import CAUSES
 from threed.monitor.loggers.logger import (
     About,
     Logger,
@@ -32,15 +31,10 @@ from threed.monitor.loggers.logger import (
     tags_of,
     unreachable,
 )
+from threed.monitor.metrics import METRICS
 from threed.monitor.state import FAILED
 from threed.schema import Config
 
-# A chart for each position of each of these would be 128 charts at pp=16: the values are logged, and the page
-# and charts that somebody makes can show them. Their means over positions have charts.
-BY_POSITION = (*(f"time/{cause}" for cause in CAUSES), "pipeline/bubble_measured",
-               "pipeline/bubble_predicted")
-SUMMARIES = {"train/loss": "min", "val/loss": "min", "perf/step_s": "mean", "perf/tokens_per_s": "mean",
-             "perf/samples_per_s": "mean", "perf/mfu": "mean", "memory/peak_bytes": "max"}
 MODES = {"online": "online", "offline": "offline", "disabled": "disabled",
          "run": "online", "dryrun": "offline", "shared": "online"}  # that WANDB_MODE may name
 INIT_S = 15.0  # for a server that answers, but not as it should
@@ -175,9 +169,12 @@ def _init(config: Config, run_id: str | None, mode: str) -> Any:
 
 
 def define(run: Any) -> None:
-    """Say which metrics get a chart, and how a run's summary sums up."""
-    for name in BY_POSITION:
-        run.define_metric(f"{name}/*", hidden=True)
+    """Say which metrics get a chart, and how a run's summary sums up. A chart for each position would be 128
+    charts at pp=16: the values are logged, and the page and charts that somebody makes can show them."""
     run.define_metric("run/*", hidden=True)  # to be chosen as horizontal axes
-    for name, how in SUMMARIES.items():
-        run.define_metric(name, summary=how)
+    for row in METRICS:
+        for name in row.names:
+            if row.by_position:
+                run.define_metric(f"{name}/*", hidden=True)
+            if row.summary:
+                run.define_metric(name, summary=row.summary)

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from tests.loopback.test_checkpoint import COUNTERS, DP, TP, at, named, on_ranks, saved_after, step, take
+from threed.base import files
 from threed.base.errors import InputError
 from threed.checkpoint import box_reader as reading
-from threed.checkpoint import format as formats
 from threed.checkpoint import load as loading
 from threed.checkpoint import older
 from threed.checkpoint import save as saving
@@ -203,9 +203,9 @@ def test_a_file_that_cannot_be_replaced(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     (tmp_path / "latest").write_text("old")
-    monkeypatch.setattr(formats, "sync", full)
+    monkeypatch.setattr(files, "sync", full)
     with pytest.raises(OSError, match="No space left"):
-        formats.replace_text(tmp_path / "latest", "new")
+        files.write_whole(tmp_path / "latest", "new", lasting=True)
     assert [path.name
             for path in tmp_path.iterdir()] == ["latest"] and (tmp_path / "latest").read_text() == "old"
 

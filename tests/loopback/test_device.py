@@ -19,7 +19,7 @@ from threed.devices import pick
 from threed.engine import device as subject
 from threed.engine.device import attention, set_up, shortcomings
 from threed.launcher.local import LocalLauncher
-from threed.monitor.measure import peak_tflops
+from threed.prediction.hardware import peak_tflops
 from threed.tensor.products import Way
 
 CPU = torch.device("cpu")

@@ -12,6 +12,7 @@ from typing import Any
 
 from threed import devices
 from threed.base.errors import InputError, RunError
+from threed.base.files import write_whole
 from threed.base.quantity import show_bytes
 from threed.calibration.fitted import Machine, fitted, text
 from threed.calibration.grid import Grid, grid
@@ -19,7 +20,6 @@ from threed.calibration.points import Point, RankPoints
 from threed.calibration.rank import CalibrationTask, measure
 from threed.launcher.processes import CONTEXT, be_rank, end_all, signals_wait, start
 from threed.prediction.hardware import Hardware
-from threed.program.costs import write_whole
 
 MOST_RANKS = 8  # of a CPU, unless asked for more
 

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from threed.base.errors import InputError
+from threed.base.files import sync
 from threed.base.quantity import show_bytes, show_seconds
 from threed.checkpoint.format import (
     INDEX,
@@ -36,7 +37,6 @@ from threed.checkpoint.format import (
     Unusable,
     rank_of,
     step_of,
-    sync,
 )
 from threed.checkpoint.lineage import Lineage, text_of_latest
 from threed.checkpoint.manifest import unseal, unseal_data

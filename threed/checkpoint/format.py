@@ -19,7 +19,6 @@ that it needs: the amount does not grow with the number of ranks that wrote. """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import os
@@ -251,27 +250,3 @@ def regular(path: Path) -> Path:
     if not stat.S_ISREG(path.stat().st_mode):
         raise OSError(errno.EINVAL, "it is not a regular file")
     return path
-
-
-# ---------------------------------------------------------------- files
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Write a file in one piece: after a crash it has the old text or the new one."""
-    aside = path.with_name(path.name + ".tmp")
-    try:
-        aside.write_text(text)
-        sync(aside)
-        os.replace(aside, path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            aside.unlink(missing_ok=True)
-        raise
-
-
-def sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from threed.base.address import is_store
 from threed.base.errors import InputError
+from threed.base.files import sync, write_whole
 from threed.checkpoint.format import (
     LATEST,
     Manifest,
@@ -27,9 +28,7 @@ from threed.checkpoint.format import (
     checkpoints_in,
     folder,
     is_name,
-    replace_text,
     step_of,
-    sync,
 )
 from threed.checkpoint.manifest import unseal
 from threed.comm import environment
@@ -123,7 +122,7 @@ def parse_latest(data: bytes) -> tuple[str, Lineage | None]:
 
 def write_latest(config: Config, named: str, lineage: Lineage) -> None:
     folder(config).mkdir(parents=True, exist_ok=True)
-    replace_text(folder(config) / LATEST, text_of_latest(named, lineage))
+    write_whole(folder(config) / LATEST, text_of_latest(named, lineage), lasting=True)
     sync(folder(config))
 
 

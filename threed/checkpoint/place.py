@@ -12,14 +12,13 @@ from typing import Any
 
 from threed.base.address import local_path
 from threed.base.errors import InputError
+from threed.base.files import sync, write_whole
 from threed.checkpoint.format import (
     INDEX,
     LATEST,
     MANIFEST,
     Unusable,
-    replace_text,
     step_of,
-    sync,
 )
 from threed.checkpoint.lineage import parse_latest
 from threed.checkpoint.manifest import unseal_data
@@ -88,7 +87,7 @@ class Store:
         if self.is_folder:
             path = Path(self._at(*names))
             path.parent.mkdir(parents=True, exist_ok=True)
-            replace_text(path, text)
+            write_whole(path, text, lasting=True)
             sync(path.parent)
         else:
             self._fs.pipe_file(self._at(*names), text.encode())

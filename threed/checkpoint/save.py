@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from threed.base.files import sync, write_whole
 from threed.checkpoint.boxes import boxes
 from threed.checkpoint.format import (
     INDEX,
@@ -40,8 +41,6 @@ from threed.checkpoint.format import (
     folder,
     index_of,
     name_of,
-    replace_text,
-    sync,
 )
 from threed.checkpoint.lineage import Lineage, write_latest
 from threed.checkpoint.manifest import FORMAT, seal, unseal
@@ -272,7 +271,7 @@ def describe(aside: Path, manifest: dict[str, Any], reports: list[Report]) -> No
     files = {file_name(rank): FileEntry(report.size, *report.header)
              for rank, report in enumerate(reports) if report.size}
     entries = {name: entry._asdict() for name, entry in parameters.items()}
-    replace_text(aside / MANIFEST, seal({**manifest, "parameters": entries, "files": files}))
+    write_whole(aside / MANIFEST, seal({**manifest, "parameters": entries, "files": files}), lasting=True)
     for name, entry in files.items():
         if (size := (aside / name).stat().st_size) != entry.size:
             raise OSError(f"{name} has {size} bytes, and its rank wrote {entry.size}")

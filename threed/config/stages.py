@@ -12,7 +12,7 @@ from threed.base.quantity import divisors
 from threed.base.remember import remembered
 from threed.models.layers.handing import handing
 from threed.models.tiling import counts_rows, folds_of, layers_of, model_key, share_of, together, unit_layers
-from threed.schedules.orders import SCHEDULES
+from threed.schedules.orders import SCHEDULES, Schedule
 from threed.schema import Config
 
 
@@ -102,21 +102,25 @@ def _check_schedule_shape(config: Config) -> Iterator[Problem]:
     parallel = config.parallel
     name, virtual = parallel.schedule, parallel.virtual_stages
     schedule = SCHEDULES.get(name)
-    if schedule and schedule.by_unit and virtual is not None:
-        yield Idle.of("parallel.virtual_stages", f"={virtual}: parallel.schedule={name} makes each unit a "
-                      "stage; leave it out")
-    elif schedule and schedule.virtual is None and (virtual or 1) < 2:
-        yield Problem.of("parallel.schedule", f"={name} needs parallel.virtual_stages of at least 2: with "
-                         f"one stage a rank it would be {schedule.alone}")
-    elif schedule and schedule.virtual and virtual not in (None, schedule.virtual):
-        stages = {1: "one stage", 2: "two stages"}.get(schedule.virtual, f"{schedule.virtual} stages")
-        others = " and ".join(other for other, row in SCHEDULES.items() if row.virtual is None)
-        more = f"; {others} have more" if schedule.virtual == 1 else ""
-        yield Idle.of("parallel.virtual_stages", f"={virtual}: parallel.schedule={name} has {stages} a "
-                      f"rank{more}")
+    if schedule and not schedule.takes(virtual):
+        yield _wrong_stages(schedule, name, virtual)
     if name == "auto" and virtual not in (None, 1, 2):
         yield Idle.of("parallel.virtual_stages", f"={virtual}: parallel.schedule=auto searches 1 or 2 stages "
                       "a rank")
+
+
+def _wrong_stages(schedule: Schedule, name: str, virtual: int | None) -> Problem:
+    if schedule.by_unit:
+        return Idle.of("parallel.virtual_stages", f"={virtual}: parallel.schedule={name} makes each unit a "
+                       "stage; leave it out")
+    if schedule.virtual is None:
+        return Problem.of("parallel.schedule", f"={name} needs parallel.virtual_stages of at least 2: with "
+                          f"one stage a rank it would be {schedule.alone}")
+    stages = {1: "one stage", 2: "two stages"}.get(schedule.virtual, f"{schedule.virtual} stages")
+    others = " and ".join(other for other, row in SCHEDULES.items() if row.virtual is None)
+    more = f"; {others} have more" if schedule.virtual == 1 else ""
+    return Idle.of("parallel.virtual_stages", f"={virtual}: parallel.schedule={name} has {stages} a "
+                   f"rank{more}")
 
 
 def check_group(config: Config) -> Iterator[Problem]:

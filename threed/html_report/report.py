@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from threed.base.errors import InputError, check_type
+from threed.base.files import write_whole
 from threed.html_report.content import Content
 from threed.html_report.html import page
 from threed.monitor.run import Run
@@ -14,7 +15,7 @@ from threed.planner.from_config import analysed, config_of
 from threed.prediction.hardware import OF_CPUS
 from threed.prediction.predict import priced
 from threed.program.costs import FILE as COSTS
-from threed.program.costs import device_of, write_whole
+from threed.program.costs import device_of
 from threed.program.plan import Plan
 from threed.schema import Config
 

@@ -147,7 +147,7 @@ class Space:
     def _schedules(self, mesh: Layout, microbatches: int) -> Iterator[tuple[str, int]]:
         for name in self._choices("schedule", schedules() if mesh.pp > 1 else ("1f1b",)):
             row = SCHEDULES[name]
-            if microbatches < row.least(mesh.pp):
+            if not row.fills(mesh.pp, microbatches):
                 self._drop(NO_FILL, f"{name} with pp {mesh.pp}: {microbatches} of {row.least(mesh.pp)}")
                 continue
             stages = _VIRTUAL if row.virtual is None else (row.virtual,)

@@ -25,6 +25,7 @@ from threed.models.model import model_flops
 from threed.monitor.attribute import BESIDE, CAUSES, OF_FOLDS, PARTS, WAITED, attribute, beside, parts
 from threed.monitor.spread import COLUMNS, Spread
 from threed.monitor.straggler import WORK, Stragglers, by_place
+from threed.prediction.hardware import peak_tflops
 from threed.program.analysis import Analysis
 from threed.program.instruction import Instruction, Op
 from threed.program.simulate import Costs, predict
@@ -35,11 +36,6 @@ HEAD = ("step_s", "compute_s", "memory", *(f"sent_{axis}" for axis in (*AXES, *F
         "saving", *PARTS, *COLUMNS)
 OF_OFFLOAD = (*BESIDE, WAITED)  # behind HEAD, where something is offloaded
 COSTED = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.STEP)
-
-# Dense 16-bit peaks of one device without sparsity, in TFLOPS, by what torch calls it (vendors' data sheets).
-# The cards that are plugged in have less than those of the same name on a board: they come first.
-PEAK_TFLOPS = {"H100 PCIe": 756.0, "H100 NVL": 835.0, "H200 NVL": 835.0,
-               "A100": 312.0, "H100": 989.0, "H200": 989.0, "B200": 2250.0}
 
 
 class StepReport:
@@ -240,11 +236,6 @@ def _seconds(trace: Trace, program: Sequence[Instruction], width: int) -> torch.
     for which, (seconds, count) in spent.items():
         means[which], ones[which] = seconds / count, 1.0
     return torch.tensor([means, ones], dtype=torch.float64).view(2, len(COSTED), width)
-
-
-def peak_tflops(name: str) -> float | None:
-    """Of a device, by what torch calls it."""
-    return next((peak for part, peak in PEAK_TFLOPS.items() if part in name), None)
 
 
 def _mean(values: list[float]) -> float:

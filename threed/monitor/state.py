@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from threed.program.costs import write_whole
+from threed.base.files import write_whole
 
 FILE, LOCK = "state.json", ".lock"
 RUNNING, ENDED, STOPPED, FAILED, UNKNOWN = "running", "ended", "stopped", "failed", "unknown"

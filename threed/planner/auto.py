@@ -52,7 +52,7 @@ def _given(config: Config) -> Pipeline:
     if schedule.by_unit:
         place = looped(parallel.pp, len(stage_runs(config)))
         return Pipeline(in_groups(place, m, config.grouped or m), place)
-    if m < schedule.least(parallel.pp):
+    if not schedule.fills(parallel.pp, m):
         raise InputError(f"parallel.schedule={parallel.schedule} needs {schedule.least(parallel.pp)} "
                          f"micro-batches for parallel.pp={parallel.pp}, and there are {m}: it fills the "
                          "pipeline from both ends at once; raise train.global_batch_size or lower "

@@ -7,10 +7,10 @@ import reprlib
 from pathlib import Path
 
 from threed.base.errors import ConfigError, InputError
+from threed.base.files import write_whole
 from threed.config.load import checked, of_values
 from threed.planner import analyse
 from threed.program.analysis import Analysis
-from threed.program.costs import write_whole
 from threed.program.plan import Plan
 from threed.schema import Config
 

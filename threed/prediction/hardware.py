@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +162,18 @@ def named_as(device: str) -> str | None:
     if "PCIE" in words or "NVL" in words:
         return None
     return next((name for name in names() if name.split("-")[0].upper() in words), None)
+
+
+# Peaks of cards that are plugged in, in TFLOPS: less than those of boards of the same name (data sheets).
+_CARDS = {"H100 PCIe": 756.0, "H100 NVL": 835.0, "H200 NVL": 835.0}
+
+
+@cache
+def peak_tflops(device: str) -> float | None:
+    """Peak of a GPU in 16 bits, without sparsity, by what it calls itself; None: not known."""
+    card = next((peak for name, peak in _CARDS.items() if name in device), None)
+    board = next((name for name in names() if name != OF_CPUS and name.split("-")[0].upper() in device), None)
+    return card or (load(board).tflops if board else None)
 
 
 def load(name: str) -> Hardware:

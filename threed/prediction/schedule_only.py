@@ -72,9 +72,10 @@ def choose(schedule: str, p: int, m: int, virtual: int | None) -> Choice:
         raise InputError(f"--schedule {schedule}: must be one of {', '.join(SCHEDULES)}, auto, file:PATH")
     known = SCHEDULES[schedule]
     v = known.virtual or virtual or 2
-    if virtual not in (None, v):
-        raise InputError(f"--virtual-stages {virtual}: {schedule} has {v} a position")
-    if m < known.least(p):
+    if not (known.by_unit or known.takes(v if virtual is None else virtual)):
+        has = known.virtual or "2 or more"
+        raise InputError(f"--virtual-stages {virtual}: {schedule} has {has} a position")
+    if not known.fills(p, m):
         raise InputError(f"--micro-batches {m}: {schedule} needs {known.least(p)} for {p} positions")
     return Choice(schedule, v, known.place(p, v), known.make(p, m, v))
 

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from threed.base.errors import InputError
+from threed.base.files import write_whole
 from threed.program.instruction import Op
 
 FILE = "costs.json"
@@ -70,14 +70,3 @@ def _whole(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise ValueError(f"{value} is not a whole number")
     return value
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file atomically: no reader sees half of it."""
-    aside = path.with_name(path.name + ".tmp")
-    try:
-        aside.write_text(text)
-        os.replace(aside, path)
-    except OSError:
-        aside.unlink(missing_ok=True)
-        raise

@@ -97,7 +97,7 @@ class _Search:
     def named_orders(self, m: int) -> list[Trial]:
         found = []
         for name, course in self.named.items():
-            if m >= SCHEDULES[name].least(self.p):
+            if SCHEDULES[name].fills(self.p, m):
                 order = play(SCHEDULES[name].make(self.p, m, course.virtual), course.place, course.times)
                 if order.peak <= self.limit * course.virtual + 1e-9:
                     found.append(Trial(name, course.virtual, course.place, order))

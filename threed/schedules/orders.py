@@ -337,6 +337,14 @@ class Schedule:
     def by_unit(self) -> bool:
         return self.virtual == 0
 
+    def takes(self, v: int | None) -> bool:
+        """Whether it may have v stages a position. None: no number is asked for."""
+        return (v or 1) > 1 if self.virtual is None else v in (None, self.virtual)
+
+    def fills(self, p: int, m: int) -> bool:
+        """Whether m micro-batches are enough for p positions."""
+        return m >= self.least(p)
+
     def order(self, p: int, m: int, v: int, pair: bool = False) -> Order:
         """The order, or that for parallel.pair."""
         return (self.paired if pair and callable(self.paired) else self.make)(p, m, v)

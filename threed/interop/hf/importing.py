@@ -19,12 +19,13 @@ import torch
 import yaml
 
 from threed.base.errors import InputError
+from threed.base.files import sync
 from threed.base.mesh import AXES
 from threed.base.progress import Progress
 from threed.base.quantity import show_bytes
 from threed.checkpoint.boxes import Box
 from threed.checkpoint.choose import beyond
-from threed.checkpoint.format import checkpoints, file_name, folder, is_name, name_of, sync
+from threed.checkpoint.format import checkpoints, file_name, folder, is_name, name_of
 from threed.checkpoint.lineage import Lineage, write_latest
 from threed.checkpoint.manifest import FORMAT
 from threed.checkpoint.save import describe

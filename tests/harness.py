@@ -230,7 +230,7 @@ def loopback(config: Config, steps: int = 5, plan: Plan | None = None,
     torch.set_num_threads(1)
 
     def work(comm: Comm):
-        engine = Engine(config, analysis.plan, comm, analysis=analysis)
+        engine = Engine(analysis, comm)
         return drive(config, engine, comm, steps, data=data, picks=picks)
 
     return collect(config, run_loopback(analysis.plan, make_mesh(config), work))
@@ -386,6 +386,6 @@ def over_gloo(rank: int, store_path: str, config: Config, steps: int, picks: Pic
     comm = ProcessComm(make_mesh(config), rank, torch.device("cpu"), 60.0, store)
     try:
         comm.open_channels(channel_pairs(plan))
-        return drive(config, Engine(config, plan, comm), comm, steps, picks=picks)
+        return drive(config, Engine(Analysis(plan), comm), comm, steps, picks=picks)
     finally:
         comm.close()

@@ -13,6 +13,7 @@ from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
 from threed.features.pipeline.feed import Feed
 from threed.planner import make_mesh, make_plan
+from threed.program.analysis import Analysis
 from threed.program.instruction import Instruction, Op
 from threed.tensor.context import Batch
 
@@ -29,7 +30,7 @@ def test_each_micro_batch_is_read_once(others):
     plan = make_plan(config)
 
     def work(comm):
-        engine, read = Engine(config, plan, comm), Counter()
+        engine, read = Engine(Analysis(plan), comm), Counter()
         make = batches(config, comm, 0)
 
         def counted(microbatch: int) -> Batch:

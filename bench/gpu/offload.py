@@ -169,7 +169,7 @@ def trained(config: Config, analysis: Analysis, comm: Comm, steps: int) -> Measu
     resident, available = empty(cuda)
     if cuda:
         torch.cuda.reset_peak_memory_stats(comm.device)
-    engine = Engine(config, analysis.plan, comm, draw_in_place, analysis)
+    engine = Engine(analysis, comm, draw_in_place)
     lanes, best = watch_lanes(comm), None
     for number in range(steps + 2):
         for lane in lanes.values():

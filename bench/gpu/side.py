@@ -156,7 +156,7 @@ def measure(config: Config, plan: Plan, comm: Comm, steps: int) -> Run:
     if comm.device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(comm.device)
-    engine = Engine(config, plan, comm, draw_in_place)
+    engine = Engine(Analysis(plan), comm, draw_in_place)
     took, units = [], defaultdict(list)
     for number in range(steps + 2):
         data = batches(config, number, 0, comm.device)

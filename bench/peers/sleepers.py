@@ -63,7 +63,7 @@ def make_case(case: Case) -> tuple[Config, Plan]:
     units = tuple(dataclasses.replace(unit, kernels=(Product(10, 10, 5),)) for unit in table.units)
     table = dataclasses.replace(table, units=units)
     programs = zero.train(communicate(expand(order, table), table), table)
-    plan = Plan(table, {"train": [tuple(program) for program in programs]})
+    plan = Plan(table, {"train": [tuple(program) for program in programs]}, config)
     check(plan)
     return config, plan
 

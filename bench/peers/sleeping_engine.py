@@ -22,6 +22,7 @@ from threed.comm.lanes import Job, ThreadLane, Waiting
 from threed.comm.process import ProcessComm
 from threed.engine.engine import Engine
 from threed.engine.loopback import channel_pairs
+from threed.program.analysis import Analysis
 from threed.program.instruction import COMPUTE, Instruction, Op
 from threed.program.link import Links, Program
 from threed.program.names import ENTER, TRAIN
@@ -85,7 +86,7 @@ class Threed:
         pairs = set(channel_pairs(plan)) - opened
         comm.open_channels(sorted(pairs))
         opened |= pairs
-        self.engine, self.seconds = Engine(config, plan, comm), seconds
+        self.engine, self.seconds = Engine(Analysis(plan), comm), seconds
         self.programs = {name: plan.programs[name][comm.here.position] for name in (TRAIN, ENTER)
                          if name in plan.programs}
         self.program = self.programs[TRAIN]

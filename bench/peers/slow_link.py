@@ -14,6 +14,7 @@ from threed.comm.lanes import Handle
 from threed.comm.process import ProcessComm, ProcessGroup
 from threed.engine.engine import Engine
 from threed.planner import make_plan
+from threed.program.analysis import Analysis
 from threed.program.instruction import Instruction, Op
 from threed.program.slots import Slots
 from threed.schema import Config
@@ -91,7 +92,7 @@ class Stepper:
     def __init__(self, config: Config, comm: ProcessComm, link: SlowGroup):
         plan = make_plan(config)
         self.comm, self.link, self.units = comm, link, plan.table.units
-        self.engine = Engine(config, plan, comm)
+        self.engine = Engine(Analysis(plan), comm)
         self.handler = self.engine.handlers[Op.BACKWARD]
         self.engine.handlers[Op.BACKWARD] = self.backward
         self.of_blocks = NOTHING

@@ -29,6 +29,7 @@ from threed.engine.engine import Engine
 from threed.models.layers.base import Layer
 from threed.models.model import layers
 from threed.planner import make_plan
+from threed.program.analysis import Analysis
 from threed.program.plan import Plan
 from threed.schema import Config, OffloadConfig
 from threed.tensor.context import Batch, Context
@@ -67,7 +68,7 @@ def threed(config: Config, comm: Comm, offload: OffloadConfig | None = None, **z
 
 
 def on_engine(config: Config, plan: Plan, comm: Comm) -> Step:
-    engine = Engine(config, plan, comm)
+    engine = Engine(Analysis(plan), comm)
     return lambda data: engine.train_step(lambda microbatch: data[microbatch])[0].loss
 
 

@@ -32,6 +32,7 @@ from threed.comm.process import ProcessComm, file_store
 from threed.engine.engine import Engine
 from threed.models.model import layers, own_parameters
 from threed.planner import make_mesh, make_plan
+from threed.program.analysis import Analysis
 from threed.schema import Config
 
 COUNTERS = {"samples": 0, "skipped": 0, "wandb_id": None}
@@ -52,7 +53,7 @@ class Rank:
         self.args, self.config = args, config_of(args)
         self.comm = ProcessComm(make_mesh(self.config), rank, torch.device("cpu"), TIMEOUT_S,
                                 file_store(store, args.ranks))
-        self.engine = Engine(self.config, make_plan(self.config), self.comm)
+        self.engine = Engine(Analysis(make_plan(self.config)), self.comm)
         self.talk = dist.new_group(backend="gloo")  # async_save talks beside the training
         self.data = batches(self.config, 0, rank, self.comm.device)
         self.saver = Saver(self.engine, Lineage("bench-0"), lambda: None)

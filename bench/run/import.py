@@ -38,6 +38,7 @@ from threed.interop.hf.slices import TensorPart
 from threed.interop.hf.tensors import FileWriter, headers_of, index_text
 from threed.models.model import parameters
 from threed.planner import forward_plan, make_mesh, make_plan
+from threed.program.analysis import Analysis
 from threed.program.names import EVALUATE
 
 TIMEOUT_S = 600.0
@@ -112,7 +113,7 @@ def serve(rank: int, args: argparse.Namespace, scratch: Path, pipe: Any) -> None
                            file_store(str(scratch / "store"), args.ranks))
         made: list[Engine] = []
         plan = make_plan(config) if args.training else forward_plan(config, EVALUATE)
-        build = measured("build a rank", lambda: made.append(Engine(config, plan, comm)))
+        build = measured("build a rank", lambda: made.append(Engine(Analysis(plan), comm)))
         kept = [whole for state in made[0].states.values() for whole in state.kept().values()]
         for whole in kept:  # all pages are there before what is read is counted
             whole.zero_()

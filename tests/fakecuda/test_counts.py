@@ -69,7 +69,7 @@ def pinned_bytes(config: Config) -> dict[str, int]:
     analysis = analyse(config)
 
     def work(comm: Comm) -> dict[str, int]:
-        engine = Engine(config, analysis.plan, comm, analysis=analysis)
+        engine = Engine(analysis, comm)
         states = [*engine.zero.states.values()]
         pools = states[0].optimizer_state.storage.host_states.first.values()
         rows = [each.snapshot.rows for each in states

@@ -70,7 +70,7 @@ def test_one_parameter_at_a_time(others, monkeypatch):
 
     def work(comm: Comm) -> int:
         with Most() as alive:
-            Engine(config, plan, comm)
+            Engine(Analysis(plan), comm)
         return alive.most
 
     for rank, most in enumerate(run_loopback(plan, mesh, work)):
@@ -123,7 +123,7 @@ def build(rank: int, store: str, config: Config, allowed: int) -> float:
     before = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (used + allowed, before[1]))
     try:
-        engine = Engine(config, analysis.plan, comm, analysis=analysis)
+        engine = Engine(analysis, comm)
         comm.exchange(None)
         return engine.train_step(batches(config, comm, 0))[0].loss
     finally:

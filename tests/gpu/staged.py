@@ -26,6 +26,7 @@ from threed.engine.device import set_up
 from threed.engine.engine import Engine
 from threed.engine.loopback import channel_pairs
 from threed.planner import make_mesh, make_plan
+from threed.program.analysis import Analysis
 from threed.schema import Config
 
 TIMEOUT_S = 120.0
@@ -107,7 +108,7 @@ def on_rank(rank: int, store: str, config: Config, work: Work, over_nccl: bool) 
             if over_nccl else StagedComm(config, rank, device, store))
     try:
         comm.open_channels(channel_pairs(plan))
-        return work(Engine(config, plan, comm), comm)
+        return work(Engine(Analysis(plan), comm), comm)
     finally:
         comm.close()
 

@@ -23,6 +23,7 @@ from threed.engine.loopback import run_loopback
 from threed.models.measure import Measured
 from threed.models.tiling import layers_of, share_of
 from threed.planner import make_mesh, make_plan
+from threed.program.analysis import Analysis
 from threed.schema import Config, ParallelConfig
 from threed.spec.parameter import Cost
 
@@ -97,7 +98,7 @@ def train(config: Config, steps: int) -> tuple[list[float], Path]:
     plan = make_plan(config)
 
     def work(comm: Comm) -> tuple[list[float], Path]:
-        engine = Engine(config, plan, comm)
+        engine = Engine(Analysis(plan), comm)
         resume(config, engine.zero)
         losses = [engine.train_step(batches(config, comm, engine.zero.step_number))[0].loss
                   for _ in range(steps)]

@@ -36,7 +36,7 @@ def metrics_of(config: Config) -> tuple[list[Metrics], list[list[str]]]:
     torch.set_num_threads(1)
 
     def work(comm: Comm) -> tuple[list[Metrics], list[list[str]]]:
-        engine = Engine(config, plan, comm)
+        engine = Engine(Analysis(plan), comm)
         meter, metrics, warnings = Meter(config, Analysis(plan), comm, engine.arrivals), [], []
         for step in range(STEPS):
             engine.rehearse(batches(config, comm, step))  # what it exchanges does not count
@@ -107,7 +107,7 @@ def test_memory_ends(room, monkeypatch):
     monkeypatch.setattr(experts, "compute", ends)
 
     def work(comm: Comm) -> None:
-        Engine(config, plan, comm).train_step(batches(config, comm, 0))
+        Engine(Analysis(plan), comm).train_step(batches(config, comm, 0))
 
     with pytest.raises(RunError, match="out of memory") as caught:
         run_loopback(plan, make_mesh(config), work)
@@ -168,7 +168,7 @@ def test_biases_have_32_bits(more, monkeypatch):
         return choice(self, *args)
 
     def work(comm: Comm) -> None:
-        engine = Engine(config, plan, comm)
+        engine = Engine(Analysis(plan), comm)
         for state in engine.states.values():
             if state.part.unit.kind == "counted":
                 state.optimizer_state.master[:state.part.unpadded].fill_(1.0)

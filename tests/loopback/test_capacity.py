@@ -16,6 +16,7 @@ from threed.comm.group import Comm
 from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
 from threed.planner import make_mesh, make_plan
+from threed.program.analysis import Analysis
 from threed.program.names import EVALUATE
 from threed.program.traffic import sent_by
 from threed.schema import Config
@@ -125,7 +126,7 @@ def test_bytes(more):
                 for name in ("train", EVALUATE)]
 
     def work(comm: Comm) -> list[int]:
-        engine = Engine(config, plan, comm)
+        engine = Engine(Analysis(plan), comm)
         engine.train_step(batches(config, comm, 0))
         trained = comm.sent["tp"]
         engine.run(EVALUATE, batches(config, comm, 1, train=False))

@@ -33,6 +33,7 @@ from threed.comm.group import Comm
 from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
 from threed.planner import make_mesh, make_plan
+from threed.program.analysis import Analysis
 from threed.schema import Config
 
 COUNTERS = {"samples": 0, "skipped": 0, "wandb_id": None}
@@ -54,7 +55,7 @@ def named(config: Config, path: Path) -> Config:
 def on_ranks(config: Config, work: Callable[[Engine, Comm], Any]) -> list[Any]:
     plan = make_plan(config)
     torch.set_num_threads(1)
-    return run_loopback(plan, make_mesh(config), lambda comm: work(Engine(config, plan, comm), comm))
+    return run_loopback(plan, make_mesh(config), lambda comm: work(Engine(Analysis(plan), comm), comm))
 
 
 def step(engine: Engine, comm: Comm, count: int = 1) -> list[float]:

@@ -34,6 +34,7 @@ from threed.config.load import load
 from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
 from threed.planner import make_mesh, make_plan
+from threed.program.analysis import Analysis
 from threed.schema import Config
 from threed.training import saving as running
 from threed.training.saving import Checkpoints
@@ -51,7 +52,7 @@ def at(path: Path, *others: str) -> Config:
 def on_ranks(config: Config, work: Any) -> list[Any]:
     plan = make_plan(config)
     torch.set_num_threads(1)
-    return run_loopback(plan, make_mesh(config), lambda comm: work(Engine(config, plan, comm), comm))
+    return run_loopback(plan, make_mesh(config), lambda comm: work(Engine(Analysis(plan), comm), comm))
 
 
 def train(config: Config, steps: int, lineage: Lineage = NEW, held: Any = lambda: None) -> list[Path]:

@@ -12,6 +12,7 @@ from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
 from threed.models.model import parameters
 from threed.planner import make_mesh, make_plan
+from threed.program.analysis import Analysis
 from threed.spec.parameter import Parameter
 from threed.tensor.random import draw, draw_in_place
 
@@ -64,7 +65,7 @@ def test_an_engine_draws_so():
 
     def first(way) -> float:
         def work(comm) -> float:
-            engine = Engine(config, plan, comm, way)
+            engine = Engine(Analysis(plan), comm, way)
             loss = engine.train_step(batches(config, comm, 0))[0].loss
             engine.close()
             return loss

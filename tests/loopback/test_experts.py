@@ -27,6 +27,7 @@ from threed.models.layers.handing import handing
 from threed.models.measure import Measured
 from threed.models.tiling import layers_of, share_of
 from threed.planner import make_mesh, make_plan
+from threed.program.analysis import Analysis
 from threed.program.instruction import Slot
 from threed.program.traffic import sent_by
 from threed.schedules.orders import SCHEDULES
@@ -242,7 +243,7 @@ def test_bytes(route, more):
     counted = []
 
     def work(comm: Comm) -> int:
-        engine = Engine(config, plan, comm)
+        engine = Engine(Analysis(plan), comm)
         own = engine.comm.groups["ep"].rank()
 
         def after(instruction, slots):
@@ -331,7 +332,7 @@ def test_for_whom_ranks_wait(monkeypatch):
     monkeypatch.setattr(TravelRun, "_taken", late)
 
     def work(comm: Comm) -> None:
-        engines[comm.rank] = engine = Engine(config, plan, comm)
+        engines[comm.rank] = engine = Engine(Analysis(plan), comm)
         here.wait()
         engine.train_step(batches(config, comm, 0))
 

@@ -19,6 +19,7 @@ from threed.engine.loopback import run_loopback
 from threed.extend import measured_cost
 from threed.models.tiling import layers_of
 from threed.planner import make_mesh, make_plan
+from threed.program.analysis import Analysis
 from threed.schema import Config
 
 FAMILY = "model.family=tests/families/{}"
@@ -116,7 +117,7 @@ def test_a_layer_says_that_it_adds_to_the_loss(reported, monkeypatch):
     unsaid = replace(plan, table=replace(plan.table, units=units))
     with pytest.raises(ThreedError, match=r"blocks\.0 has returned a loss or a penalty.*set `loss = True`"):
         run_loopback(unsaid, make_mesh(config),
-                     lambda comm: Engine(config, unsaid, comm).train_step(batches(config, comm, 0)))
+                     lambda comm: Engine(Analysis(unsaid), comm).train_step(batches(config, comm, 0)))
 
 
 @pytest.mark.parametrize(("family", "index"), [("handing.py:HANDING", 1), ("choosing.py:CHOOSING", 1),
@@ -134,7 +135,7 @@ def penalties(config: Config) -> list[float | None]:
     plan = make_plan(config)
 
     def work(comm: Comm) -> float | None:
-        engine = Engine(config, plan, comm)
+        engine = Engine(Analysis(plan), comm)
         return engine.train_step(batches(config, comm, 0))[0].penalty
 
     return [*dict.fromkeys(run_loopback(plan, make_mesh(config), work))]

@@ -23,6 +23,7 @@ from threed.engine.loopback import run_loopback
 from threed.features.zero.gradient import Accumulated
 from threed.models.layers.base import Out
 from threed.planner import forward_plan, make_mesh, make_plan
+from threed.program.analysis import Analysis
 from threed.program.names import GENERATE
 from threed.program.plan import Plan
 from threed.program.traffic import sent_by
@@ -54,7 +55,7 @@ def written(config: Config, how: Sampling, plan: Plan | None = None,
     plan = plan or forward_plan(config, GENERATE)
 
     def work(comm: Comm) -> list[Text]:
-        engine = Engine(config, plan, comm)
+        engine = Engine(Analysis(plan), comm)
         try:
             return TextWriter(engine, config.model.vocab, ends).write(PROMPTS, how)
         finally:
@@ -106,7 +107,7 @@ def test_a_run_that_trains_writes_between_its_steps():
     plan, how = make_plan(config), Sampling(3, 0.0)
 
     def work(comm: Comm, writes: bool) -> tuple[list[float], list[list[Text]]]:
-        engine, texts, losses = Engine(config, plan, comm), [], []
+        engine, texts, losses = Engine(Analysis(plan), comm), [], []
         for step in range(3):
             losses.append(engine.train_step(batches(config, comm, step))[0].loss)
             if writes:
@@ -121,7 +122,7 @@ def test_a_run_that_trains_writes_between_its_steps():
     alone = tiny(*SMALL, "optimizer.lr=0.1", "zero.stage=0", "train.sample_every=1", "train.steps=5")
 
     def one(comm: Comm) -> list[list[Text]]:
-        engine, texts = Engine(alone, make_plan(alone), comm), []
+        engine, texts = Engine(Analysis(make_plan(alone)), comm), []
         for step in range(3):
             engine.train_step(batches(alone, comm, step))
             texts.append(TextWriter(engine, alone.model.vocab).write(PROMPTS, how))
@@ -146,7 +147,7 @@ def test_ranks_that_train_nothing_have_no_gradients():
     plan = forward_plan(config, GENERATE)
 
     def work(comm: Comm) -> bool:
-        states = Engine(config, plan, comm).states.values()
+        states = Engine(Analysis(plan), comm).states.values()
         return all(state.gradient.accumulated is Accumulated.NOTHING and not state.gradient.shard.numel()
                    and not state.optimizer_state.buffers for state in states)
 
@@ -160,7 +161,7 @@ def test_the_plan_counts_what_the_program_sends(mesh):
     plan = forward_plan(config, GENERATE)
 
     def work(comm: Comm) -> tuple[int, Counter[str]]:
-        engine = Engine(config, plan, comm)
+        engine = Engine(Analysis(plan), comm)
         writer = TextWriter(engine, config.model.vocab)
         engine.generate(lambda microbatch: writer._batch(PROMPTS, microbatch))
         engine.close()

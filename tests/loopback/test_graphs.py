@@ -184,7 +184,7 @@ def test_memory_of_the_sets(settings, monkeypatch):
     plan = make_plan(config)
 
     def work(comm: Comm):
-        engine = Engine(config, plan, comm)
+        engine = Engine(Analysis(plan), comm)
         assert engine.graphs is not None
         recorder = engine.graphs.recorder
         assert isinstance(recorder, Repeater)

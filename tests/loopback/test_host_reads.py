@@ -19,6 +19,7 @@ from tests.harness import batches, tiny
 from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
 from threed.planner import make_mesh, make_plan
+from threed.program.analysis import Analysis
 from threed.program.instruction import COMPUTE, Instruction
 from threed.schema import Config
 
@@ -74,7 +75,7 @@ def counted(config: Config) -> dict[str, dict[str, int]]:
 
     def work(comm) -> dict[str, dict[str, int]]:
         comm.device = META
-        engine = Engine(config, plan, comm)
+        engine = Engine(Analysis(plan), comm)
         rows: dict[str, dict[str, int]] = {}
         rest: Counter[str] = Counter()
         with Watching(config) as watching:

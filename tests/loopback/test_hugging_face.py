@@ -30,6 +30,7 @@ from threed.interop.hf.exporting import export_model
 from threed.interop.hf.importing import import_model
 from threed.interop.hf.tensors import DTYPES, NAMES
 from threed.planner import make_mesh, make_plan
+from threed.program.analysis import Analysis
 from threed.schema import Config
 from threed.tensor.context import Batch, Context
 
@@ -125,7 +126,7 @@ def ours(config: Config, monkeypatch: pytest.MonkeyPatch, steps: int = 0, save: 
     torch.set_num_threads(1)
 
     def work(comm: Comm) -> None:
-        engine = Engine(config, plan, comm)
+        engine = Engine(Analysis(plan), comm)
         resumed = resume(config, engine.zero)
         assert resumed.path is not None
         for step in range(steps):

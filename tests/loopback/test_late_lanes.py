@@ -182,7 +182,7 @@ def test_weights_that_come_late_hold_up_their_own_unit_alone():
     analysis, computed = analyse(config), threading.Event()
 
     def work(comm: Comm) -> None:
-        engine = Engine(config, analysis.plan, comm, analysis=analysis)
+        engine = Engine(analysis, comm)
         fetch, forward = engine.handlers[Op.FETCH], engine.handlers[Op.FORWARD]
 
         def late(item: Instruction, slots: Slots) -> Job:

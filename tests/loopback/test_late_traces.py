@@ -59,7 +59,7 @@ def test_each_field_may_be_asked_for_first(field):
 
 def test_a_trace_is_read_once():
     def work(comm: Comm) -> Trace:
-        engine = Engine(config, plan, comm)
+        engine = Engine(Analysis(plan), comm)
         _, trace = engine.train_step(batches(config, comm, 0))
         assert trace.is_late and trace.name == "train" and LateReader.waits == 0
         assert len(trace.issued) == len(plan.programs["train"][0]) and trace.total_s >= trace.ended[-1]
@@ -82,7 +82,7 @@ def test_metrics_are_those_of_the_step_before():
     plan = make_plan(config)
 
     def work(comm: Comm) -> None:
-        engine = Engine(config, plan, comm)
+        engine = Engine(Analysis(plan), comm)
         meter = Meter(config, Analysis(plan), comm, engine.arrivals)
         seen, waits = [], []
         for step in range(4):
@@ -106,7 +106,7 @@ def test_lanes_say_when_they_worked(parameters):
     plan = make_plan(config)
 
     def work(comm: Comm) -> None:
-        engine = Engine(config, plan, comm)
+        engine = Engine(Analysis(plan), comm)
         meter = Meter(config, Analysis(plan), comm, engine.arrivals)
         for step in range(3):
             meter.begin()
@@ -135,7 +135,7 @@ def test_no_metrics_of_offload_without_it():
     plan = make_plan(config)
 
     def work(comm: Comm) -> None:
-        engine = Engine(config, plan, comm)
+        engine = Engine(Analysis(plan), comm)
         meter = Meter(config, Analysis(plan), comm, engine.arrivals)
         meter.begin()
         _, trace = engine.train_step(batches(config, comm, 0))
@@ -161,7 +161,7 @@ def test_where_a_host_that_runs_ahead_has_failed(monkeypatch):
     plan, said = make_plan(config), {}
 
     def work(comm: Comm) -> None:
-        engine = Engine(config, plan, comm)
+        engine = Engine(Analysis(plan), comm)
         forward = engine.handlers[Op.FORWARD]
 
         def fails(instruction: Instruction, slots: Slots) -> None:

@@ -26,6 +26,7 @@ from threed.interop.hf.adapters import export_adapters
 from threed.interop.hf.exporting import export_model
 from threed.interop.hf.importing import import_model
 from threed.planner import make_mesh, make_plan
+from threed.program.analysis import Analysis
 from threed.schema import Config
 
 transformers = pytest.importorskip("transformers", reason="the peer is transformers: pip install -e '.[dev]'")
@@ -49,7 +50,7 @@ def trained(config: Config, steps: int) -> tuple[list[float], list[str]]:
     torch.set_num_threads(1)
 
     def work(comm: Comm) -> tuple[list[float], list[str]]:
-        engine = Engine(config, plan, comm)
+        engine = Engine(Analysis(plan), comm)
         resumed = resume(config, engine.zero)
         first = engine.zero.step_number
         losses = [engine.train_step(batches(config, comm, step))[0].loss
@@ -172,7 +173,7 @@ def test_a_base_that_was_trained_here(tmp_path):
     plan = make_plan(config)
 
     def work(comm: Comm) -> tuple[int, int, Any]:
-        engine = Engine(config, plan, comm)
+        engine = Engine(Analysis(plan), comm)
         resumed = resume(config, engine.zero)
         return engine.zero.step_number, engine.zero.updates, resumed.manifest.step
 

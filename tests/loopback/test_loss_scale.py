@@ -15,6 +15,7 @@ from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
 from threed.features.zero.run import Clipped
 from threed.planner import make_mesh, make_plan
+from threed.program.analysis import Analysis
 from threed.program.instruction import BACKWARDS, Op, Slot
 from threed.schema import Config
 
@@ -61,7 +62,7 @@ def run(config: Config, steps: int, rank: int = -1, at: dict[int, int] | None = 
     torch.set_num_threads(1)
 
     def work(comm: Comm) -> list[Seen]:
-        engine, seen = Engine(config, plan, comm), []
+        engine, seen = Engine(Analysis(plan), comm), []
         if comm.rank == rank:
             poison(engine, at or {}, torch.inf)
         for step in range(steps):
@@ -117,7 +118,7 @@ def test_an_overflow_in_one_copy(rank, unit, others):
     plan = make_plan(config)
 
     def work(comm: Comm) -> bool:
-        engine = Engine(config, plan, comm)
+        engine = Engine(Analysis(plan), comm)
         clip = engine.handlers[Op.CLIP]
 
         def handle(instruction, slots):
@@ -142,7 +143,7 @@ def test_what_comes_after_a_skipped_step(name):
     plan = make_plan(config)
 
     def work(comm: Comm, order: tuple[int, ...], spoilt: int) -> list[tuple[float, float]]:
-        engine = Engine(config, plan, comm)
+        engine = Engine(Analysis(plan), comm)
         if comm.rank == 0:
             poison(engine, {spoilt: 0}, torch.nan)
         return [(clipped.loss, clipped.grad_norm) for step in order
@@ -199,7 +200,7 @@ def test_the_diagnosis_finds_either_half(schedule, op, stage):
     plan, place = make_plan(config), (2, 1)  # unit, micro-batch
 
     def work(comm: Comm) -> str:
-        engine = Engine(config, plan, comm)
+        engine = Engine(Analysis(plan), comm)
         handler = engine.handlers[op]
 
         def handle(instruction, slots):
@@ -228,7 +229,7 @@ def test_the_diagnosis_finds_sums():
     plan = make_plan(config)
 
     def work(comm: Comm) -> str:
-        engine = Engine(config, plan, comm)
+        engine = Engine(Analysis(plan), comm)
         handler = engine.handlers[Op.BACKWARD]
 
         def handle(instruction, slots):

@@ -111,7 +111,7 @@ def test_bytes_alive(name):
     before = tensors(gc.get_objects())  # kept, so that no address is used again
 
     def work(comm: Comm) -> Engine:
-        engine = Engine(config, plan, comm)
+        engine = Engine(Analysis(plan), comm)
         for step in range(2):
             engine.train_step(batches(config, comm, step))
         return engine
@@ -184,7 +184,7 @@ def test_flat_over_200_steps(stage, schedule):
     torch.set_num_threads(1)
 
     def work(comm: Comm) -> tuple[list[int], list[tuple[int, int, int]]]:
-        engine, peaks, counts = Engine(config, plan, comm), [], []
+        engine, peaks, counts = Engine(Analysis(plan), comm), [], []
         for step in range(1, PROFILED[-1] + 1):
             if step not in PROFILED or comm.rank != 0:
                 engine.train_step(batches(config, comm, step))
@@ -224,7 +224,7 @@ def test_an_engine_is_freed():
     plan = make_plan(config)
 
     def work(comm: Comm) -> list[weakref.ref]:
-        engine = Engine(config, plan, comm)
+        engine = Engine(Analysis(plan), comm)
         engine.train_step(batches(config, comm, 0))
         return [weakref.ref(thing) for thing in (engine, *engine.states.values(), *engine.pipeline.layers[0])]
 

@@ -14,6 +14,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,6 +31,7 @@ from threed.engine import loopback
 from threed.engine.engine import Engine
 from threed.planner import make_mesh, make_plan
 from threed.program import instruction
+from threed.program.analysis import Analysis
 from threed.program.check import check_programs
 from threed.program.instruction import FIELDS, MOVES, Instruction, Op, Tier
 from threed.program.plan import Plan
@@ -260,7 +262,7 @@ def run(config: Config, plan: Plan) -> Ranks:
     each program runs, the last one last."""
 
     def work(here: Comm):
-        engine = Engine(config, plan, here)
+        engine = Engine(Analysis(plan), here)
         evaluated, _ = engine.run("evaluate", batches(config, here, 7))
         losses, *rest = drive(config, engine, here, 2 + plan.table.update.overlap)
         return [evaluated.loss, *losses], *rest
@@ -341,7 +343,7 @@ def hunt(case: Case, seed: int, haste: Haste, path: Path, tell: Callable[[str], 
             seen.add(key)
             haste.lanes = LANES[len(seen) % len(LANES)]
             try:
-                assert_parity(run(config, Plan(plan.table, {**plan.programs, name: programs})), right)
+                assert_parity(run(config, replace(plan, programs={**plan.programs, name: programs})), right)
             except Exception as error:
                 verdict = "wrong"
                 tell(f"{name}: {difference(plan.programs[name], programs)}\n{type(error).__name__}: {error}")
@@ -402,7 +404,8 @@ def test_every_exchange(name, monkeypatch):
         assert may_be_right, difference([program], [changed])
         accepted.add(changed)
         haste.lanes = LANES[len(accepted) % len(LANES)]
-        assert_parity(run(config, Plan(plan.table, {**plan.programs, "train": [changed, *others]})), right)
+        other = replace(plan, programs={**plan.programs, "train": [changed, *others]})
+        assert_parity(run(config, other), right)
     assert len(accepted) > 4
 
 

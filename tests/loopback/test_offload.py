@@ -208,7 +208,7 @@ def test_evaluation_in_between(tier, tmp_path):
         plan = make_plan(config)
 
         def work(comm: Comm) -> list[float]:
-            engine, losses = Engine(config, plan, comm), []
+            engine, losses = Engine(Analysis(plan), comm), []
             for step in range(4):
                 losses += [engine.run("evaluate", batches(config, comm, 9, train=False))[0].loss
                            for _ in range(2)]
@@ -231,7 +231,7 @@ def test_a_skipped_step_changes_nothing(tier, tmp_path):
     plan = make_plan(config)
 
     def work(comm: Comm) -> None:
-        engine = Engine(config, plan, comm)
+        engine = Engine(Analysis(plan), comm)
 
         def look() -> tuple[float, list[torch.Tensor]]:
             evaluated = engine.run("evaluate", batches(config, comm, 9, train=False))[0].loss
@@ -256,7 +256,7 @@ def test_for_whom_a_rank_waits(others, tmp_path):
     plan = make_plan(config)
 
     def work(comm: Comm) -> None:
-        engine = Engine(config, plan, comm)
+        engine = Engine(Analysis(plan), comm)
         for name, programs in plan.programs.items():
             for index, item in enumerate(programs[comm.here.position]):
                 said = engine._awaited(name, index)
@@ -348,7 +348,7 @@ def test_a_skipped_step_that_waits(tmp_path):
     plan = make_plan(config)
 
     def work(comm: Comm) -> list[tuple[bool, bool, int]]:
-        engine, seen = Engine(config, plan, comm), []
+        engine, seen = Engine(Analysis(plan), comm), []
 
         def moved(act: Callable[[], Any]) -> tuple[Any, bool]:
             before = [torch.clone(state.optimizer_state.master) for state in engine.states.values()]

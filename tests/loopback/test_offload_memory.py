@@ -104,7 +104,7 @@ def test_bytes_alive(name, tmp_path):
     before = tensors(gc.get_objects())  # kept, so that no address is used again
 
     def work(comm: Comm) -> Engine:
-        engine = Engine(config, plan, comm)
+        engine = Engine(Analysis(plan), comm)
         for step in range(2):
             engine.train_step(batches(config, comm, step))
         return engine

@@ -21,6 +21,7 @@ from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
 from threed.features.zero.storage import Storage
 from threed.planner import make_mesh, make_plan
+from threed.program.analysis import Analysis
 from threed.program.check import check_programs
 from threed.program.instruction import Instruction, Op
 from threed.program.plan import Plan
@@ -123,7 +124,7 @@ def run(config: Config, between: str, steps: range, saved: list[Path]) -> list[A
     plan, resumes = make_plan(config), steps.start > 0
 
     def work(comm: Comm) -> tuple[list[Any], dict[Any, list[float]]]:
-        engine, seen = Engine(config, plan, comm), list[Any]()
+        engine, seen = Engine(Analysis(plan), comm), list[Any]()
         zero = engine.zero
         if resumes:
             resume(config, zero)
@@ -316,7 +317,7 @@ def test_settle_is_once(offload, tmp_path):
     plan = make_plan(config)
 
     def work(comm: Comm) -> list[str]:
-        engine, names = Engine(config, plan, comm), list[str]()
+        engine, names = Engine(Analysis(plan), comm), list[str]()
         original = engine._run
 
         def spied(name: str, batch: Any) -> Any:

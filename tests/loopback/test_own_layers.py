@@ -41,6 +41,7 @@ from threed.models.model import layers
 from threed.models.own.samples import Samples
 from threed.models.tiling import layers_of, share_of
 from threed.planner import make_mesh, make_plan
+from threed.program.analysis import Analysis
 from threed.program.instruction import Slot
 from threed.schema import Config
 from threed.spec.parameter import Share
@@ -311,7 +312,7 @@ def test_flat_over_steps(models):
     torch.set_num_threads(1)
 
     def work(comm: Comm) -> list[int]:
-        engine, counts = Engine(config, plan, comm), []
+        engine, counts = Engine(Analysis(plan), comm), []
         for step in range(13):
             engine.train_step(batches(config, comm, step))
             comm.exchange(None)
@@ -336,7 +337,7 @@ def on_ranks(config: Config, work: Callable[[Engine, Comm], Any]) -> Any:
     config = checked(config)
     plan = make_plan(config)
     torch.set_num_threads(1)
-    return run_loopback(plan, make_mesh(config), lambda comm: work(Engine(config, plan, comm), comm))[0]
+    return run_loopback(plan, make_mesh(config), lambda comm: work(Engine(Analysis(plan), comm), comm))[0]
 
 
 def losses(engine: Engine, comm: Comm, count: int) -> list[float]:

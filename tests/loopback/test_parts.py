@@ -14,6 +14,7 @@ from threed.data.sampling import Sampling
 from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
 from threed.planner import analyse, make_mesh, make_plan
+from threed.program.analysis import Analysis
 from threed.program.instruction import MESSAGES, PARTS, WHOLES, Op
 from threed.program.summary import stages
 from threed.schema import Config
@@ -115,7 +116,7 @@ def test_memory():
     plan, mesh = make_plan(config), make_mesh(config)
 
     def work(comm: Comm) -> list[tuple[str, int, int]]:
-        engine, found = Engine(config, plan, comm), []
+        engine, found = Engine(Analysis(plan), comm), []
 
         def look(instruction, slots) -> None:
             if instruction.op in (Op.RELEASE, Op.RECV, Op.GATHER):

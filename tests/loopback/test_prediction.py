@@ -63,7 +63,7 @@ def test_step_time_is_the_predicted_one(schedule):
     torch.set_num_threads(1)
 
     def work(comm):
-        engine = Engine(config, plan, comm)
+        engine = Engine(Analysis(plan), comm)
         put_to_sleep(engine)
         meter = Meter(config, Analysis(plan), comm, engine.arrivals)
         steps = []
@@ -99,7 +99,7 @@ def test_a_failure_names_where_the_work_is(monkeypatch):
     monkeypatch.setattr(Cpu, "has_failed", Cuda.has_failed)
 
     def work(comm):
-        engine = Engine(config, plan, comm)
+        engine = Engine(Analysis(plan), comm)
         marks = {}
 
         class Behind(HostClock):

@@ -14,6 +14,7 @@ from threed.comm.group import Comm
 from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
 from threed.planner import make_mesh, make_plan
+from threed.program.analysis import Analysis
 
 GRAPHS = "run.cuda_graphs=true"
 CASES = {
@@ -42,7 +43,7 @@ def test_an_engine_leaves_nothing(case, tmp_path, monkeypatch):
     plan = make_plan(config)
 
     def work(comm: Comm) -> list[weakref.ref]:
-        engine = Engine(config, plan, comm)
+        engine = Engine(Analysis(plan), comm)
         for step in range(3):
             engine.train_step(batches(config, comm, step))
         engine.close()

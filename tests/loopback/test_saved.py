@@ -66,7 +66,7 @@ def watch(config: Config, plan: Plan) -> list[Seen]:
     torch.set_num_threads(1)
 
     def work(comm: Comm) -> Seen:
-        engine = Engine(config, plan, comm)
+        engine = Engine(Analysis(plan), comm)
         pools = engine.activation.arena, engine.handlers[Op.OFFLOAD].__self__.kept  # pyright: ignore
         seen = Seen([], [], *(sum(first.untyped_storage().nbytes() for first in pool.first.values())
                               for pool in pools))

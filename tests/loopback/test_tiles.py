@@ -127,7 +127,7 @@ def gathered(config: Config) -> int:
     plan = make_plan(config)
 
     def work(comm: Comm) -> int:
-        params = Engine(config, plan, comm).storage.params
+        params = Engine(Analysis(plan), comm).storage.params
         return sum(first.untyped_storage().nbytes() for first in params.first.values())
 
     (allocated,) = set(run_loopback(plan, make_mesh(config), work))
@@ -159,7 +159,7 @@ def go_on(config: Config, steps: int, path: Path | None = None) -> tuple[Ranks, 
     torch.set_num_threads(1)
 
     def work(comm: Comm):
-        engine = Engine(config, plan, comm)
+        engine = Engine(Analysis(plan), comm)
         if path is not None:
             resume(from_checkpoint(config, path), engine.zero)
         first = engine.zero.step_number

@@ -19,6 +19,7 @@ from threed.features.zero.gradient import Gradient
 from threed.planner import make_mesh, make_plan
 from threed.prediction import transient
 from threed.prediction.transient import temporaries_of
+from threed.program.analysis import Analysis
 from threed.program.effects import effects
 from threed.program.instruction import COMPUTE, PARAMETER_KINDS
 from threed.program.plan import Plan
@@ -45,7 +46,7 @@ def measured(config: Config, plan: Plan) -> list[int]:
     torch.set_num_threads(1)
 
     def work(comm: Comm) -> list[int]:
-        engine, most = Engine(config, plan, comm), []
+        engine, most = Engine(Analysis(plan), comm), []
         with Alive() as alive:
             engine.train_step(batches(config, comm, 0))  # makes what is made once
 

@@ -10,6 +10,7 @@ from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
 from threed.features.zero.transition import TransitionError
 from threed.planner import make_mesh, make_plan
+from threed.program.analysis import Analysis
 
 SMALL = ["model.layers=2", "model.hidden=8", "model.heads=2", "model.seq_len=8", "model.vocab=16",
          "model.vocab_multiple=16", "train.global_batch_size=2"]
@@ -116,7 +117,7 @@ def moved(settings: str, noun: str, passes: str, raises: str = "") -> str | None
     plan = make_plan(config)
 
     def work(comm: Comm) -> str | None:
-        engine = Engine(config, plan, comm)
+        engine = Engine(Analysis(plan), comm)
         trains = not settings.startswith("frozen")
         state = next(each for each in engine.states.values() if each.part.unit.trains is trains)
         thing, error = getattr(state, noun), None

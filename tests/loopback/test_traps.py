@@ -20,6 +20,7 @@ from threed.engine.loopback import run_loopback
 from threed.models.layers.parts import WORD
 from threed.models.model import parameters
 from threed.planner import make_mesh, make_plan
+from threed.program.analysis import Analysis
 from threed.program.check import check_programs
 from threed.program.instruction import Instruction, Op
 from threed.schema import Config, OffloadConfig, PrecisionConfig, ZeroConfig
@@ -65,7 +66,7 @@ def test_the_ends_of_a_tie_stay_equal(sharded):
     tied = next(p for p, unit in plan.table.parameters.items() if unit.name == "tied embedding")
 
     def work(comm: Comm) -> torch.Tensor:
-        engine = Engine(config, plan, comm)
+        engine = Engine(Analysis(plan), comm)
         for step in range(3):
             engine.train_step(batches(config, comm, step))
         return engine.states[tied].optimizer_state.master.clone().cpu()
@@ -126,7 +127,7 @@ def test_messages_have_the_dtype_of_compute(dtype, schedule, sp):
     wanted = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
 
     def work(comm: Comm) -> tuple[set, int]:
-        engine, seen, received = Engine(config, plan, comm), set(), 0
+        engine, seen, received = Engine(Analysis(plan), comm), set(), 0
 
         def after(instruction, slots):
             nonlocal received
@@ -196,7 +197,7 @@ def test_an_overflow_seen_by_one_stage_only(sharded, position):
     plan, mesh = make_plan(config), make_mesh(config)
 
     def work(comm: Comm) -> tuple[bool, float, bool]:
-        engine = Engine(config, plan, comm)
+        engine = Engine(Analysis(plan), comm)
         backward = engine.handlers[Op.BACKWARD]
         before = {p: state.optimizer_state.master.clone() for p, state in engine.states.items()}
 
@@ -250,7 +251,7 @@ def observed(config: Config) -> dict[str, Any]:
     plan = make_plan(config)
 
     def work(comm: Comm) -> tuple[Any, int]:
-        engine, numbers = Engine(config, plan, comm), []
+        engine, numbers = Engine(Analysis(plan), comm), []
         states = engine.states.values()
         for step in range(3):
             clipped, _ = engine.train_step(batches(config, comm, step))

@@ -19,6 +19,7 @@ from threed.features.pipeline import run
 from threed.planner import make_mesh, make_plan
 from threed.prediction import transient
 from threed.prediction.transient import temporaries_of
+from threed.program.analysis import Analysis
 from threed.program.check import check
 from threed.program.effects import effects
 from threed.program.instruction import Instruction, Op, Slot
@@ -88,7 +89,7 @@ def test_bytes_counted_are_the_plans(by, more):
     program = plan.programs["train"][0]
 
     def work(comm: Comm) -> tuple[int, int]:
-        engine = Engine(config, plan, comm)
+        engine = Engine(Analysis(plan), comm)
         before = comm.sent["dp"]
         engine.train_step(batches(config, comm, 0))
         layer, group = engine.pipeline.layers[1][0], comm.groups["dp"]

@@ -31,6 +31,7 @@ from threed.engine.loopback import run_loopback
 from threed.engine.verify import COLUMNS, Verifier, checksum
 from threed.models.layers.experts import Routes
 from threed.planner import make_mesh, make_plan
+from threed.program.analysis import Analysis
 from threed.program.instruction import Instruction, Op, Slot
 from threed.schema import Config
 from threed.tensor import experts
@@ -45,7 +46,7 @@ def verified(config: Config, steps: int, broken: Break | None = None, exact: boo
     torch.set_num_threads(1)
 
     def work(comm: Comm):
-        engine = Engine(config, plan, comm)
+        engine = Engine(Analysis(plan), comm)
         verifier = Verifier(engine, exact)
         if broken is not None:
             broken(engine)
@@ -106,7 +107,7 @@ def test_a_dynamic_loss_scale(stage):
         plan = make_plan(twice(config) if verify else config)
 
         def work(comm: Comm):
-            engine, numbers = Engine(config, plan, comm), []
+            engine, numbers = Engine(Analysis(plan), comm), []
             verifier = Verifier(engine)
             for step in range(6):
                 if verify:
@@ -170,7 +171,7 @@ def message(config: Config, broken: Break, exact: bool | None = None, steps: int
     plan, said = make_plan(config), []
 
     def work(comm: Comm) -> None:
-        engine = Engine(config, plan, comm)
+        engine = Engine(Analysis(plan), comm)
         verifier = Verifier(engine, exact)
         broken(engine)
         try:
@@ -423,7 +424,7 @@ def test_the_weight_of_a_row(row, seen, monkeypatch):
     assert ("first in the output of u1 (blocks.0), micro-batch 0, FORWARD, on rank 2 (" in said) == seen, said
 
     def work(comm: Comm) -> str:
-        engine = Engine(config, make_plan(config), comm)
+        engine = Engine(Analysis(make_plan(config)), comm)
         after(Op.BACKWARD, 5, 0, lambda engine, _: engine.slots.get(Slot("grad", 4, 0)).fill_(torch.nan),
               time=0, rank=1)(engine)
         return find_nonfinite(engine, batches(config, comm, 0))

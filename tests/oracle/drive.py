@@ -100,7 +100,7 @@ def _work(plan: Plan, split: Any, ran: Ran, last: int, comm: Comm) -> tuple[list
     """Of a rank: from the checkpoint to step `last`; losses and norms."""
     config = plan.config
     size = config.train.global_batch_size
-    engine = Engine(config, plan.analysis.plan, comm, analysis=plan.analysis)
+    engine = Engine(plan.analysis, comm)
     resumed = resume(config, engine.zero)
     clipped = []
     for step in range(engine.zero.step_number, last):

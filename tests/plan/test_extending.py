@@ -153,7 +153,7 @@ def test_logger(monkeypatch, tmp_path):
     with pytest.raises(ConfigError, match="table is none of wandb"):
         threed.load("configs/toy.yaml", ["monitor.loggers=[table]"])
     monkeypatch.setattr(threed.extend, "LOGGERS", table := dict(LOGGERS))
-    exec(*code("logger"), {"__name__": "table"})
+    exec(code("logger")[0], {"__name__": "table"})
     monkeypatch.setitem(LOGGERS, "table", table["table"])
     config = threed.load("configs/toy.yaml", ["monitor.loggers=[table]", f"run.dir={tmp_path}"])
     check_installed(config)

@@ -90,8 +90,8 @@ def texts(config: Config, folder: Path) -> Any:
 
     def work(comm: Comm) -> None:
         trainer: Any = SimpleNamespace(
-            config=config, rank=comm.rank, comm=comm, engine=Engine(config, made, comm), tokenizer=tokenizer,
-            watch=SimpleNamespace(phase=lambda text: nullcontext()),
+            config=config, rank=comm.rank, comm=comm, engine=Engine(Analysis(made), comm),
+            tokenizer=tokenizer, watch=SimpleNamespace(phase=lambda text: nullcontext()),
             meter=SimpleNamespace(excluded=nullcontext),
             log=SimpleNamespace(texts=lambda step, rows: written.append((step, rows))))
         callback: Any = Writing()

@@ -31,6 +31,7 @@ from threed.features.zero.gradient import Accumulated
 from threed.features.zero.run import ZeroRun
 from threed.optim import step as optimizer
 from threed.planner import make_mesh, make_plan
+from threed.program.analysis import Analysis
 from threed.program.instruction import Op
 from threed.schema import OptimizerConfig
 
@@ -133,7 +134,7 @@ def test_a_skipped_step_counts_nowhere(offload):
     plan = make_plan(config)
 
     def work(comm: Comm) -> list[tuple[bool, int]]:
-        engine = Engine(config, plan, comm)
+        engine = Engine(Analysis(plan), comm)
         return [(engine.train_step(batches(config, comm, step))[0].finite, engine.zero.updates)
                 for step in range(16)]
 
@@ -295,7 +296,7 @@ def test_a_nan_changes_nothing(stage, offload, tmp_path):
     plan = make_plan(config)
 
     def work(comm: Comm) -> list[bool]:
-        engine = Engine(config, plan, comm)
+        engine = Engine(Analysis(plan), comm)
         bad, reduce = [], engine.handlers[Op.REDUCE]
         engine.train_step(batches(config, comm, 0))
 

@@ -28,6 +28,7 @@ from threed.engine.loopback import run_loopback
 from threed.features.zero.gradient import Accumulated, Gradient
 from threed.models.model import parameters
 from threed.planner import make_mesh, make_plan
+from threed.program.analysis import Analysis
 from threed.schedules.orders import SCHEDULES
 from threed.schema import Config
 from threed.spec.parameter import NOT_COUNTED
@@ -215,7 +216,7 @@ def test_an_evaluation_of_uneven_batches(others):
                   "train.global_batch_size=4", *others)
     split, plan = Uneven(config), make_plan(config)
     losses = run_loopback(plan, make_mesh(config),
-                          lambda comm: mean_loss(Engine(config, plan, comm), split))
+                          lambda comm: mean_loss(Engine(Analysis(plan), comm), split))
     samples = [split.sample(index) for index in range(12)]
     with initialized(), torch.no_grad():
         inputs, labels = (torch.from_numpy(np.stack(rows)) for rows in zip(*samples))
@@ -258,7 +259,7 @@ def test_what_all_ranks_of_tp_hold(row, references):
     plan, want = make_plan(config), references(config, 2)
     assert want.norms[0] > 1.0  # clipped
     results = run_loopback(plan, make_mesh(config),
-                           lambda comm: drive(config, Engine(config, plan, comm), comm, 2))
+                           lambda comm: drive(config, Engine(Analysis(plan), comm), comm, 2))
     replicated = {spec.name for spec in parameters(config.model) if not spec.axes}
     seen = {(result[5].position, result[5].on["tp"], each) for result in results
             for each in parts_that_agree(result, want.first_grads, replicated)}

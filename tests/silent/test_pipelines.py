@@ -140,7 +140,7 @@ def test_nothing_grows_over_200_steps(others):
         return len(everything), len(found), hooks, psutil.Process().memory_info().rss
 
     def work(comm: Comm) -> None:
-        engine = Engine(config, plan, comm)
+        engine = Engine(Analysis(plan), comm)
         for number in range(1, 201):
             engine.train_step(batches(config, comm, number % 5))
             if number in (40, 200):
@@ -181,7 +181,7 @@ def test_steps_with_others_between_them(name):
     plan, mesh = make_plan(config), make_mesh(config)
 
     def work(comm: Comm, others: bool) -> Any:
-        engine = Engine(config, plan, comm)
+        engine = Engine(Analysis(plan), comm)
 
         def disturbed(batch: Any) -> Any:
             result, after = engine.train_step(batch), engine.after
@@ -225,7 +225,7 @@ def test_bytes_of_uneven_stages(name, monkeypatch):
     assert len({row.parameters for row in rows}) > 1
 
     def held(comm: Comm) -> int:
-        engine = Engine(config, plan, comm)
+        engine = Engine(Analysis(plan), comm)
         engine.train_step(batches(config, comm, 0))
         size = sum(reach([engine.states, engine.zero._staging]).values())
         engine.close()
@@ -339,7 +339,7 @@ def test_an_evaluation_weighs_batches_by_their_counts():
     """Of three global batches, as tokens weigh and not as batches do."""
     config = own.own(COUNTS, *EVERY, DP, "train.eval_batches=3")
     plan = make_plan(config)
-    got = set(run_loopback(plan, make_mesh(config), lambda comm: mean_loss(Engine(config, plan, comm),
+    got = set(run_loopback(plan, make_mesh(config), lambda comm: mean_loss(Engine(Analysis(plan), comm),
                                                                            own.samples_of(config)[1])))
     plain = own.Reference(config)
     plain.split = own.samples_of(config)[1]
@@ -396,7 +396,7 @@ def test_gradients_that_wait_are_applied_before_a_checkpoint(tmp_path):
 
     def work(comm: Comm, stops: bool) -> list[float]:
         config = late if stops or not paths else named(late, paths[0])
-        engine, found = Engine(config, plan, comm), list[float]()
+        engine, found = Engine(Analysis(plan), comm), list[float]()
         if paths:
             resume(config, engine.zero)
         for number in range(engine.zero.step_number, 3 if stops else 5):

@@ -52,6 +52,7 @@ from threed.models.model import parameters
 from threed.optim.rate import learning_rate
 from threed.optim.registry import OPTIMIZERS
 from threed.planner import make_mesh, make_plan
+from threed.program.analysis import Analysis
 from threed.schema import Config
 
 TINY_RUN = ["train", "configs/toy.yaml", "model.layers=2", "model.hidden=16", "model.heads=2",
@@ -71,7 +72,7 @@ def goes_on(config: Config, steps: int) -> tuple[dict[str, torch.Tensor], Ranks]
     torch.set_num_threads(1)
 
     def work(comm: Comm) -> tuple[Any, Any]:
-        engine = Engine(config, plan, comm)
+        engine = Engine(Analysis(plan), comm)
         resume(config, engine.zero)
         first = engine.zero.step_number
         data = lambda config, comm, index: batches(config, comm, first + index)  # noqa: E731

@@ -119,7 +119,7 @@ def _ready(job: Job, name: str, local_rank: int, watch: Watch,
     comm, analysis = connect(config, watch, pick(config.run.device, local_rank), store,
                              lambda config, pipeline: Analysis(forward_plan(config, name, pipeline)))
     config = config_of(analysis.plan)
-    with running(config, analysis, comm, watch) as engine:
+    with running(analysis, comm, watch) as engine:
         with watch.phase("load a checkpoint", waits=False):
             resumed = resume(config, engine.zero, _to_stderr if watch.rank == 0 else _silently)
         if resumed.path is None:  # it has gone in the meantime

@@ -16,6 +16,7 @@ from threed.config.load import load
 from threed.engine.engine import Engine
 from threed.engine.loopback import ThreadComm, World
 from threed.planner import make_mesh, make_pipeline, make_plan
+from threed.program.analysis import Analysis
 from threed.program.instruction import Op
 from threed.program.plan import Plan
 from threed.program.trace import Trace
@@ -40,7 +41,7 @@ def _run(config: Config, plan: Plan, limit_s: float) -> list[Trace]:
     """Traces of steps with random tokens; the first does not count."""
     model, size = config.model, config.train.micro_batch_size
     comm = ThreadComm(World(make_mesh(config)), 0, [])
-    engine = Engine(config, plan, comm)
+    engine = Engine(Analysis(plan), comm)
     tokens = torch.randint(model.vocab, (size, model.seq_len + 1))
     batch = Batch(tokens[:, :-1], tokens[:, 1:], torch.arange(size), 0, config.tokens_per_step)
     traces, until = [], time.monotonic() + limit_s

@@ -31,18 +31,17 @@ from threed.features.zero.run import Clipped, ZeroRun
 from threed.features.zero.storage import Storage
 from threed.features.zero.units import UnitState, make_states, places
 from threed.planner import layouts
+from threed.planner.from_config import config_of
 from threed.program.analysis import Analysis
 from threed.program.check import describe
 from threed.program.effects import effects
 from threed.program.graphs import graphs
 from threed.program.instruction import COMPUTE, MESSAGES, PARTS, Instruction, Op, Slot
 from threed.program.names import GENERATE, SETTLE, SNAPSHOT, TRAIN, VERIFY
-from threed.program.plan import Plan
 from threed.program.seam import seam_of
 from threed.program.slots import Slots
 from threed.program.table import Table
 from threed.program.trace import Trace
-from threed.schema import Config
 from threed.tensor.context import Batch, Context
 from threed.tensor.fused import Fused
 from threed.tensor.layers import WeightGrads
@@ -51,14 +50,14 @@ from threed.tensor.saving import SavingPolicy
 
 
 class Engine:
-    def __init__(self, config: Config, plan: Plan, comm: Comm, draw: Draw = draw,
-                 analysis: Analysis | None = None):
-        """`draw`: how initial values come into the weights. `analysis`: of the plan, where there is one."""
-        self.config, self.plan, self.comm = config, plan, comm
-        table, position = plan.table, comm.here.position
+    def __init__(self, analysis: Analysis, comm: Comm, draw: Draw = draw):
+        """`draw`: how initial values come into the weights. InputError where the plan does not know its
+        config."""
+        self.analysis, self.plan, self.comm = analysis, analysis.plan, comm
+        self.config = config = config_of(analysis.plan)
+        plan, table, position = analysis.plan, analysis.table, comm.here.position
         self.position = position
         weight_grads = WeightGrads()
-        self.analysis = analysis = analysis or Analysis(plan)
         shared = analysis.buffers(position)
         self.storage = Storage.make(config, table, shared, comm, weight_grads)
         self.states = make_states(config, comm, layouts(config), self.storage, draw)

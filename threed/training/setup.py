@@ -90,7 +90,7 @@ def train(job: Job, local_rank: int, requests: Requests, watch: Watch, store: An
     few = check_hosts(config, analysis, comm, watch.hosts)
     check_room(analysis.plan, comm)
     threads = step_threads(comm, watch.hosts)
-    with running(config, analysis, comm, watch) as engine:
+    with running(analysis, comm, watch) as engine:
         engine.zero.host_threads = threads
         log = _open_log(config, analysis, comm, watch, closing) if watch.rank == 0 else None
         with watch.phase("see that run.dir is shared", waits=False):
@@ -130,10 +130,10 @@ def _begin(prepared: Prepared, resumed: Resumed, log: Log | None) -> None:
 
 
 @contextmanager
-def running(config: Config, analysis: Analysis, comm: ProcessComm, watch: Watch) -> Iterator[Engine]:
+def running(analysis: Analysis, comm: ProcessComm, watch: Watch) -> Iterator[Engine]:
     """An engine, which the watch follows. It is closed at the end; where nothing has failed, so are the watch
     and the connections."""
-    watch.engine = engine = Engine(config, analysis.plan, comm, analysis=analysis)
+    watch.engine = engine = Engine(analysis, comm)
     try:
         yield engine
     finally:

@@ -132,10 +132,11 @@ def of_a_step(config: Config, analysis: Analysis, comm: ProcessComm) -> dict[str
     times = [0.01 * index for index in range(count)]
     trace = Trace("train", 0.0, times, times, [at + 0.005 for at in times])
     trace.total_s = times[-1] + 1
-    meter = Meter(config, analysis, comm, Arrivals(analysis.table))
+    run = SimpleNamespace(columns=("stop", "save", "saving"), row=lambda: (0.0, 0.0, 1.0))
+    meter = Meter(config, analysis, comm, Arrivals(analysis.table), [run])
     meter.begin()
     before, begin = comm.sent["world"], time.thread_time()
-    step = meter.exchange(trace, trace.total_s, (False, False), 1.0)
+    step = meter.exchange(trace, trace.total_s)
     exchanged_s = time.thread_time() - begin
     step._rows[:] = step._rows[comm.rank]
     meter._predicted = [0.0] * comm.mesh.positions  # no prediction: a rank knows its own costs alone here

@@ -1,19 +1,19 @@
 """Measure: each rank sums up its step in numbers; metrics are computed from those of all ranks.
 
-Once a step all ranks learn each rank's row (times, memory, bytes, requests to save or stop), and the mean
-cost of each (op, unit) of each position, from which the step is predicted. Both travel in one all-reduce:
-costs are added up on the way, and to the row of a rank the others add zeros. So a step has one call,
-whatever the number of ranks, some 250 bytes for each rank, and not a program's worth.
+Once a step all ranks learn each rank's row (times, memory, bytes, and columns of other writers, such as
+requests to stop), and the mean cost of each (op, unit) of each position, from which the step is predicted.
+Both travel in one all-reduce: costs are added up on the way, and to the row of a rank the others add zeros.
+So a step has one call, whatever the number of ranks, some 250 bytes for each rank, and not a program's worth.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -32,28 +32,34 @@ from threed.program.simulate import Costs, predict
 from threed.program.trace import Trace, compute_s
 from threed.schema import Config
 
-HEAD = ("step_s", "compute_s", "memory", *(f"sent_{axis}" for axis in (*AXES, *FOLDS)), "stop", "save",
-        "saving", *PARTS, *COLUMNS)
+HEAD = ("step_s", "compute_s", "memory", *(f"sent_{axis}" for axis in (*AXES, *FOLDS)), *PARTS, *COLUMNS)
 OF_OFFLOAD = (*BESIDE, WAITED)  # behind HEAD, where something is offloaded
 COSTED = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.STEP)
+
+
+class Writer(Protocol):
+    """Adds columns to each rank's row, which `StepReport.column` returns for all ranks."""
+
+    columns: tuple[str, ...]
+
+    def row(self) -> Iterable[float]:
+        """This rank's numbers, one a column."""
+        ...
 
 
 class StepReport:
     """What all ranks reported of a step.
 
-    `rows`: [rank, number of HEAD and OF_OFFLOAD], fp64. `sums`: [position, 2, costed op, unit], fp64: seconds
-    and how many ranks measured them.
+    `columns`: their names. `rows`: [rank, column], fp64. `sums`: [position, 2, costed op, unit], fp64:
+    seconds and how many ranks measured them.
     """
 
-    def __init__(self, program: str, rows: torch.Tensor, sums: torch.Tensor):
-        self.program, self._rows, self._sums = program, rows, sums
+    def __init__(self, program: str, columns: Sequence[str], rows: torch.Tensor, sums: torch.Tensor):
+        self.program, self._columns, self._rows, self._sums = program, columns, rows, sums
 
     def column(self, what: str) -> torch.Tensor:
         """Each rank's number, by rank."""
-        return self._rows[:, (*HEAD, *OF_OFFLOAD).index(what)]
-
-    def asked(self, what: str) -> bool:
-        return bool(self.column(what).any())
+        return self._rows[:, self._columns.index(what)]
 
     @cached_property
     def clip_s(self) -> float:
@@ -78,6 +84,7 @@ class Meter:
     analysis: Analysis
     comm: Comm
     arrivals: Arrivals
+    writers: Sequence[Writer] = ()
     stragglers: Stragglers = field(init=False)
     spread: Spread = field(default_factory=Spread)
     _sent: dict[str, int] = field(default_factory=dict)
@@ -117,10 +124,9 @@ class Meter:
         step_s, self._since = now - (self._since or now), now
         return step_s
 
-    def exchange(self, trace: Trace, step_s: float, asked: tuple[bool, bool], saving: float) -> StepReport:
-        """Exchange this rank's row with all ranks. `asked`: to stop, to save; `saving`: how far this rank is
-        with a checkpoint. Where the host would have to wait for the end of this step, all times are those of
-        the step before."""
+    def exchange(self, trace: Trace, step_s: float) -> StepReport:
+        """Exchange this rank's row with all ranks. Where the host would have to wait for the end of this
+        step, all times are those of the step before."""
         if trace.is_late:
             (trace, step_s), self._last = self._last or (trace, step_s), (trace, step_s)
         table, here = self.analysis.table, self.comm.here
@@ -128,11 +134,12 @@ class Meter:
         sent = {axis: self.comm.sent[axis] for axis in (*AXES, *FOLDS)}
         head = [step_s, compute_s(trace, program), float(device_of(self.comm.device).peak_bytes()),
                 *(float(size - self._sent.get(axis, 0)) for axis, size in sent.items()),
-                *map(float, asked), saving,
                 *parts(trace, program).values(),
                 *(float(getattr(self.arrivals, each)) for each in COLUMNS)]
         if self._offloaded:
             head += beside(trace, self._lanes(trace.name)).values()
+        for writer in self.writers:
+            head += writer.row()
         own = _seconds(trace, program, max(len(table.units) - 1, *table.parameters) + 1)
         sums = torch.zeros(table.num_positions, *own.shape, dtype=torch.float64)
         sums[here.position] = own
@@ -143,7 +150,7 @@ class Meter:
             numbers = torch.cat([rows.view(-1), sums.view(-1)]).to(self.comm.device)
             self.comm.groups["world"].all_reduce(numbers).wait()
             first, rest = numbers.cpu().split([rows.numel(), sums.numel()])
-        return StepReport(trace.name, first.view(rows.shape), rest.view(sums.shape))
+        return StepReport(trace.name, self._columns, first.view(rows.shape), rest.view(sums.shape))
 
     def _beside(self) -> AbstractContextManager[Any]:
         """On a GPU a stream of its own: the optimizer's steps may still be under way."""
@@ -195,6 +202,11 @@ class Meter:
             effects = self.analysis.order(program, self.comm.here.position).effects
             self._lanes_of[program] = [effect.lane for effect in effects]
         return self._lanes_of[program]
+
+    @cached_property
+    def _columns(self) -> tuple[str, ...]:
+        more = OF_OFFLOAD if self._offloaded else ()
+        return (*HEAD, *more, *(name for writer in self.writers for name in writer.columns))
 
     @cached_property
     def _offloaded(self) -> list[str]:

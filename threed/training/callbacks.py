@@ -41,7 +41,7 @@ class Saving(Callback):
         """Begin a checkpoint of the steps done. (After the run's last step `on_end` saves.)"""
         every, number = trainer.config.checkpoint.every, trainer.step_number
         due = bool(every) and number % every == 0 and number > self.first
-        if (trainer.save_asked or due) and self._worthwhile(trainer):
+        if (trainer.agreement.save or due) and self._worthwhile(trainer):
             trainer.checkpoints.save(self._counters(trainer))
 
     def on_step_end(self, trainer: Trainer, step: Step) -> None:

@@ -52,6 +52,8 @@ def check_room(plan: Plan, comm: Comm) -> None:
 class Checkpoints:
     """The checkpoints of a run, on one rank. All ranks make the same calls after the same steps."""
 
+    columns = ("saving",)
+
     def __init__(self, config: Config, engine: Engine, watch: Watch, log: Log | None, resumed: Resumed,
                  saved: Callable[[Path], None] = lambda _: None):
         """`saved` is called with the path of each complete checkpoint, on all ranks."""
@@ -68,10 +70,9 @@ class Checkpoints:
         if self.newest is not None and self.newest.parent == folder(config):
             self._copy(self.newest)  # the process before this one may have been killed before it was copied
 
-    @property
-    def status(self) -> float:
-        """How far this rank is with the save under way, as other ranks are told."""
-        return self._saver.status
+    def row(self) -> tuple[float]:
+        """How far this rank is with the save under way, for the meter."""
+        return (self._saver.status,)
 
     def metrics(self) -> dict[str, float | None]:
         """Metrics of the save, and of the copy, that ended since the last call."""

@@ -27,6 +27,7 @@ from threed.program.plan import Plan
 from threed.schema import Config
 from threed.tensor.context import Batch
 from threed.tensor.documents import Documents
+from threed.training.agreement import Agreement
 from threed.training.deadline import Deadline
 from threed.training.hooks import Callback, Step
 from threed.training.nonfinite import Skipped
@@ -60,14 +61,14 @@ class Trainer:
         self.here: Coordinate = self.comm.here
         self.train_split, self.validation_split = data
         self.tokenizer = tokenizer
-        self._requests = requests
-        self.meter = Meter(self.config, engine.analysis, self.comm, engine.arrivals)
+        self._requests, self.agreement = requests, Agreement(requests)
         self.verifier = Verifier(engine)
         self.checkpoints = Checkpoints(self.config, engine, watch, log, resumed, self._saved)
+        self.meter = Meter(self.config, engine.analysis, self.comm, engine.arrivals,
+                           (self.agreement, self.checkpoints))
         self.skipped = Skipped(engine, self.checkpoints, self.say, resumed.manifest.skipped)
         self.samples: int = resumed.manifest.samples  # of the training split, so far
         self.tokens = tokens_seen(resumed.manifest)  # of them; the length of samples may change
-        self.stopping = self.save_asked = False
         self.identity = resumed.data  # of the data; known to rank 0
         self.made_for = resumed.manifest.made_for  # as an import has written it
         self.begun = False  # whether this start changes anything: a step is due, and nothing has refused it
@@ -81,6 +82,11 @@ class Trainer:
     def step_number(self) -> int:
         """Steps done, those before a resume included."""
         return self.engine.zero.step_number
+
+    @property
+    def stopping(self) -> bool:
+        """Whether the run ends after this step because it was asked to."""
+        return self.agreement.stop
 
     @property
     def over(self) -> bool:
@@ -116,7 +122,7 @@ class Trainer:
         if not self.over or self.checkpoints.newest is None:
             with self.watch.phase("begin"):  # loading, or an attempt before this one, took time
                 late = self.deadline is not None and self.deadline.late()
-                self.stopping = bool(self.comm.numbers(float(self._requests.stop or late)).any())
+                self.agreement.begin(self.comm, late)
             if self.deadline and late and not restarted():
                 self.deadline.refuse(self.step_number + 1)
             self.begun = not self.stopping
@@ -157,9 +163,8 @@ class Trainer:
         self.samples += config.train.global_batch_size
         self.tokens += config.tokens_per_step
         with self.watch.phase(f"metrics of step {number}"):
-            measured = self.meter.exchange(trace, self.meter.lap(), self._requests.take(),
-                                           self.checkpoints.status)
-        self.stopping, self.save_asked = measured.asked("stop"), measured.asked("save")
+            measured = self.meter.exchange(trace, self.meter.lap())
+        self.agreement.learn(measured)
         step = Step(number, clipped.loss, clipped.grad_norm, clipped.finite, trace, measured)
         step.metrics |= {"train/loss": clipped.loss, "train/lr": lr, "train/grad_norm": clipped.grad_norm,
                          "train/skipped_steps": float(self.skipped.total),

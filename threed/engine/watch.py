@@ -6,6 +6,17 @@ five) and end, even while they connect: the watch has its own client of the stor
 for an answer is locked. A thread beside the engine checks how long the current instruction has waited. Past
 the limit it prints what the rank waits for and ends the run, even while the main thread hangs in a
 collective.
+
+Who notices first that a rank's process was killed, by what has started it (every other kind of failure is
+written by the rank itself):
+
+    threed train       launcher/local, whose child it is
+    threed.torchrun    launcher/attend, on the machine of the rank, before torch's agent does
+    torchrun           engine/heartbeat: the next rank on the machine; one that is alone there, its peers
+    srun               as torchrun, and Slurm, which ends the job (--kill-on-bad-exit)
+
+A machine that is gone is noticed by rank 0 under the last three (engine/heartbeat), and node 0 by all ranks,
+since the store is there.
 """
 
 from __future__ import annotations

@@ -199,10 +199,10 @@ def test_the_config_is_read_before_the_run(tmp_path, monkeypatch):
     file, folder = tmp_path / "mine.yaml", tmp_path / "run"
     file.write_text(f"run:\n  dir: {folder}\n")
 
-    def start(load, callbacks):
+    def start(source, callbacks):
         folder.mkdir()
         file.unlink()
-        return 0
+        return 0, source.load(None)
 
     monkeypatch.setattr(api, "start", start)
     assert threed.train(file).path == folder
@@ -381,3 +381,23 @@ def test_a_guard_passes_all_methods():
     """A new method of Callback that the guard forgets would never be called."""
     assert set(METHODS) <= set(vars(Guarded))
     assert all(method in (callback.__doc__ or "") for method in METHODS)
+
+
+@pytest.mark.parametrize(("dp", "gpus", "sizes"), [("2", 8, [None]), ("auto", None, [None]),
+                                                   ("auto", 8, [None, 8])])
+def test_a_start_reads_its_file_once(dp, gpus, sizes, tmp_path, monkeypatch):
+    """And validates it once, unless the number of GPUs decides dp, which the config must be read for."""
+    from threed.api import start
+    from threed.config import load as configs
+    from threed.launcher import local
+
+    file, read, asked, ran = tmp_path / "mine.yaml", [], [], []
+    file.write_text(f"parallel:\n  dp: {dp}\n")
+    of_file, of_values = configs._read_yaml, configs.of_values
+    monkeypatch.setattr(configs, "_read_yaml", lambda path: read.append(path) or of_file(path))
+    monkeypatch.setattr(configs, "of_values", lambda values, where, size: asked.append(size) or of_values(
+        values, where, size))
+    monkeypatch.setattr(local, "local_world_size", lambda device: gpus)
+    monkeypatch.setattr(local, "run_local", lambda config, callbacks: ran.append(config.dp) or 0)
+    assert start.start(configs.Source.read(file))[0] == 0
+    assert read == [file] and asked == sizes and ran == [{"2": 2}.get(dp, gpus or 1)]

@@ -42,8 +42,8 @@ def values_of(key: str, texts: list[str], tmp_path: Path) -> list[object]:
     for text in texts:
         file.write_text(f"{section}: {{{name}: {text if text.startswith('[') else repr(text)}}}\n")
         for path, overrides in ((None, [f"{key}={text}"]), (file, [])):
-            values, others = configs.given(path, overrides)
-            expanded, problems = expand({**values, **others})
+            source = configs.Source.read(path, overrides)
+            expanded, problems = expand({**source.values, **source.others})
             assert not problems
             found.append(expanded[key])
     return found

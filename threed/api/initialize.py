@@ -43,8 +43,9 @@ def initialize(layers: Sequence[Spec] | Layers, loss: Loss | None = None,
             raise InputError("overrides belong to a YAML file or a dictionary: give them to threed.load")
         return _of_config(config, name)
     where = str(config) if isinstance(config, str | Path) else "the config"
-    values, others = configs.given(config if isinstance(config, str | Path) else None, overrides)
-    given = {**values, **configs.flat(config if isinstance(config, Mapping) else {}), **others}
+    source = configs.Source.read(config if isinstance(config, str | Path) else None, overrides)
+    own = configs.flat(config) if isinstance(config, Mapping) else {}
+    given = {**source.values, **own, **source.others}
     if extra := [Problem.of(key, f"={value}: the layers are your own, and say themselves what they are; "
                             "leave it out") for key, value in given.items() if key.startswith("model.")]:
         raise ConfigError(extra, where)

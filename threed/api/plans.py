@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from threed.api.start import start
+from threed.api.start import Loads, start
 from threed.base.errors import InputError, RunError, check_type
 from threed.base.quantity import many, show_bytes, show_count
 from threed.base.signals import ASKS, BEGAN, calm
@@ -211,48 +211,51 @@ def train(config: Config | str | Path, overrides: list[str] | None = None,
     >>> run = threed.train("configs/toy.yaml", ["train.steps=20"], callbacks=[MyCallback()])
     >>> run.metrics[-1]["train/loss"]
     """
-    load = _loader(config, overrides)
-    folder = load(None).run.dir  # the file may be another one when the run is over
+    source = _source(config, overrides)
     place = place_of_environment()
     check_process(forks=not isinstance(place, RankPlace))
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # threed says once what torch would in 40 lines
     os.environ[BEGAN] = repr(time.time())
     calm()
     with own_signals():
-        status = start(load, callbacks)
+        status, trained = start(source, callbacks)
     if status and isinstance(place, RankPlace):
         from threed.launcher.rank import leave
 
         leave(status)
     if status:
         error = RunError(f"the run has failed, with exit status {status}; the rank that failed first has "
-                         f"said why on stderr, and in {folder}/log.txt")
+                         f"said why on stderr, and in {trained.run.dir}/log.txt")
         error.status = status
         raise error
     from threed.monitor.run import Run  # it reads what a run has measured; planning does not
 
-    return Run(folder)
+    return Run(trained.run.dir)
 
 
-def _loader(config: Config | str | Path, overrides: list[str] | None):
-    """World size -> the config for it."""
+def _source(config: Config | str | Path, overrides: list[str] | None) -> Loads:
     check_type("config", config, (Config, str, Path), "a Config, or the path of a YAML file or of a run")
     if not isinstance(config, Config):
-        path, words = to_train(config, overrides)
-        return lambda world_size: configs.load(path, words, world_size)
+        return configs.Source.read(*to_train(config, overrides))
     if overrides:
         raise InputError("overrides belong to a YAML file: give them to threed.load, or give the path of the "
                          "file to threed.train")
+    return _Own(config)
 
-    def same(world_size: int | None) -> Config:
-        own = checked(config, world_size if config.parallel.dp == "auto" else None)
-        if world_size not in (None, own.world_size):
-            raise InputError(f"the config is for {own.world_size} ranks, and there are {world_size}: give "
+
+class _Own:
+    """A config that a script has loaded or made."""
+
+    def __init__(self, config: Config):
+        self._config, self.leaves_dp = config, config.parallel.dp == "auto"
+
+    def load(self, world_size: int | None) -> Config:
+        config = checked(self._config, world_size if self.leaves_dp else None)
+        if world_size not in (None, config.world_size):
+            raise InputError(f"the config is for {config.world_size} ranks, and there are {world_size}: give "
                              "threed.train the path of its YAML file, or load it with threed.load(path, "
                              f"world_size={world_size})")
-        return own
-
-    return same
+        return config
 
 
 def check_process(forks: bool) -> None:

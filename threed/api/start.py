@@ -4,49 +4,52 @@ ranks."""
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Protocol
 
 from threed.base import marks
-from threed.base.errors import InputError
 from threed.comm.environment import place_of_environment
 from threed.monitor.loggers.logger import check_installed
 from threed.schema import Config
 from threed.training.hooks import Callback, check_callbacks
 
-Load = Callable[[int | None], Config]  # world size, if it is known -> the config for it
+
+class Loads(Protocol):
+    """What a config is made of, once the number of ranks is known: `config.load.Source`, or a Config."""
+
+    @property
+    def leaves_dp(self) -> bool:
+        """Whether the number of ranks decides `parallel.dp`."""
+        ...
+
+    def load(self, world_size: int | None) -> Config:
+        """The validated config for so many ranks; None: not known. Raises InputError where it is none."""
+        ...
 
 
-def start(load: Load, callbacks: Sequence[Callback] = (), parent: int | None = None) -> int:
-    """Train, and return the exit status of the run, or of this rank. `parent`: the id of this process's
-    parent at its start."""
+def start(source: Loads, callbacks: Sequence[Callback] = (), parent: int | None = None) -> tuple[int, Config]:
+    """Train, and return the exit status of the run, or of this rank, and the config. `parent`: the id of this
+    process's parent at its start."""
     parent = parent or os.getppid()
     marks.begin_once("start")
     try:
-        return _start(load, callbacks, parent)
+        return _start(source, callbacks, parent)
     finally:
         marks.take()  # a script may train again
 
 
-def _start(load: Load, callbacks: Sequence[Callback], parent: int) -> int:
+def _start(source: Loads, callbacks: Sequence[Callback], parent: int) -> tuple[int, Config]:
     check_callbacks(callbacks)
-    first = load(None)  # raises for bad input before torch is imported, which takes seconds
     place = place_of_environment()
+    # raises for bad input before torch is imported, which takes seconds
+    config = source.load(place.world_size if place is not None else None)
     if place is None or place.rank == 0:
-        check_installed(first)
+        check_installed(config)
     from threed.launcher import local as launcher
     from threed.launcher import rank
 
     if place is not None:
-        return rank.run_place(rank.Job(load(place.world_size), callbacks), place, parent)
-    if _dp_is_open(load):
-        first = load(launcher.local_world_size(first.run.device))
-    return launcher.run_local(first, callbacks)
-
-
-def _dp_is_open(load: Load) -> bool:
-    """Whether the world size decides dp: it does if another world size would give another dp."""
-    one = load(None)
-    try:
-        return load(2 * one.world_size).dp != one.dp
-    except InputError:
-        return False
+        return rank.run_place(rank.Job(config, callbacks), place, parent), config
+    if source.leaves_dp and (gpus := launcher.local_world_size(config.run.device)):
+        config = source.load(gpus)
+    return launcher.run_local(config, callbacks), config

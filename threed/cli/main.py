@@ -66,7 +66,7 @@ def train(config: of.TrainPath, overrides: of.Overrides = None, quiet: of.Quiet 
     parent = os.getppid()
     path, words = to_train(config, overrides)
     words = [*words, *(["monitor.quiet=true"] if quiet else [])]
-    status = start(lambda world_size: configs.load(path, words, world_size), parent=parent)
+    status, _ = start(configs.Source.read(path, words), parent=parent)
     from threed.launcher.rank import leave
 
     leave(status)

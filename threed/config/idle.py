@@ -48,7 +48,7 @@ def _alone(values: dict[str, Any], make: Callable[[dict[str, Any]], Config]) -> 
     return set()
 
 
-@lru_cache(100)  # a start loads its config several times
+@lru_cache(100)  # a start loads its config for an unknown number of ranks, and then for a known one
 def _note(line: str) -> None:
     if speaks_for_machine():
         say(line)

@@ -58,61 +58,80 @@ def load(path: str | Path | None, overrides: list[str] | None = None,
     """
     check_type("path", path, (str, Path, None), "the path of a YAML file")
     check_type("world_size", world_size, (int, None), "the number of ranks")
-    values, others = given(path, overrides)
-    with _led_to_convert(path, values):
-        where = str(path) if path is not None else "the config"
-        return overridden(values, others, lambda both: of_values(both, where, world_size), where)
+    return Source.read(path, overrides).load(world_size)
 
 
-@contextmanager
-def _led_to_convert(path: str | Path | None, values: dict[str, Any]) -> Iterator[None]:
-    """Name the command that converts a file, where it is refused and is another framework's. `values`: of the
-    file; what an override gets wrong, or a file that has a key of ours, says nothing of a framework."""
-    try:
-        yield
-    except ConfigError as error:
-        theirs = [each for each in error.problems if isinstance(each, UnknownKey) and each.key in values]
-        flags = sum(each.is_flag for each in theirs)
-        command = ""
-        if str(path).endswith(".json") and any(each.framework == "DeepSpeed" for each in theirs):
-            command = f"threed convert {path}"
-        elif str(path).endswith((".yaml", ".yml")) and flags and flags >= len(theirs) / 2:
-            command = f"threed convert --megatron {path}"
-        if not command or not values.keys().isdisjoint(known_keys()):
-            raise
-        raise ConfigError(error.problems, str(path), f"{command} makes a config of it") from None
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A config file and overrides, read once. Only `load` validates them."""
 
+    path: str | Path | None
+    values: dict[str, Any]  # by dotted key, of the file
+    others: dict[str, Any]  # of the overrides
 
-def given(path: str | Path | None, overrides: list[str] | None = None) -> tuple[dict[str, Any],
-                                                                                dict[str, Any]]:
-    """Dotted keys with the values that a file, and overrides, give them. Raises InputError where they cannot
-    be read."""
-    values, others = _read_yaml(path) if path is not None else {}, overrides_of(overrides)
-    if path is not None and not values and not others:
-        raise InputError(f"{path} is empty: threed init writes a first config")
-    return flat(values), others
+    @classmethod
+    def read(cls, path: str | Path | None, overrides: Sequence[str] | None = None) -> Source:
+        """Raises InputError where the file or an override cannot be read."""
+        values, others = _read_yaml(path) if path is not None else {}, overrides_of(overrides)
+        if path is not None and not values and not others:
+            raise InputError(f"{path} is empty: threed init writes a first config")
+        return cls(path, flat(values), others)
 
+    @property
+    def where(self) -> str:
+        return str(self.path) if self.path is not None else "the config"
 
-def leaves_dp(path: str | Path, overrides: list[str] | None) -> bool:
-    """Whether a file and overrides leave `parallel.dp` to the number of ranks."""
-    return (flat(_read_yaml(path)) | overrides_of(overrides)).get("parallel.dp", "auto") == "auto"
+    @property
+    def leaves_dp(self) -> bool:
+        """Whether `parallel.dp` is left to the number of ranks."""
+        return (self.values | self.others).get("parallel.dp", "auto") == "auto"
+
+    def load(self, world_size: int | None) -> Config:
+        """As the function `load`."""
+        with self._led_to_convert():
+            return overridden(self.values, self.others, lambda both: of_values(both, self.where, world_size),
+                              self.where)
+
+    def uncombined(self) -> Config:
+        """As the function `uncombined`."""
+        with self._led_to_convert():
+            return uncombined(joined(self.values, self.others), self.where)
+
+    @contextmanager
+    def _led_to_convert(self) -> Iterator[None]:
+        """Name the command that converts the file, where it is refused and is another framework's. What an
+        override gets wrong, or a file that has a key of ours, says nothing of a framework."""
+        try:
+            yield
+        except ConfigError as error:
+            path = self.where
+            theirs = [each for each in error.problems if isinstance(each, UnknownKey)
+                      and each.key in self.values]
+            flags = sum(each.is_flag for each in theirs)
+            command = ""
+            if path.endswith(".json") and any(each.framework == "DeepSpeed" for each in theirs):
+                command = f"threed convert {path}"
+            elif path.endswith((".yaml", ".yml")) and flags and flags >= len(theirs) / 2:
+                command = f"threed convert --megatron {path}"
+            if not command or not self.values.keys().isdisjoint(known_keys()):
+                raise
+            raise ConfigError(error.problems, path, f"{command} makes a config of it") from None
 
 
 def for_devices(path: str | Path, overrides: list[str] | None, devices: int | None, command: str) -> Config:
     """`load` for a command that starts no ranks, so that `parallel.dp: auto` needs a number of devices.
     InputError, which asks for it, where it is not given."""
-    if not leaves_dp(path, overrides):
-        return load(path, overrides, devices)
-    values, others = given(path, overrides)
-    with _led_to_convert(path, values):
-        config = uncombined(joined(values, others), str(path))  # what else is wrong comes first
+    source = Source.read(path, overrides)
+    if not source.leaves_dp:
+        return source.load(devices)
+    config = source.uncombined()  # what else is wrong comes first
     least = math.prod(getattr(config.parallel, axis) for axis in AXES if axis != "dp")
     if devices is not None and devices % least:
         near = sorted({max(1, devices // least) * least, -(-devices // least) * least})
         raise InputError(f"--devices {devices}: tp x pp = {least} does not divide it, so nothing is left for "
                          f"parallel.dp=auto: give {' or '.join(map(str, near))}")
     if devices is not None:
-        return load(path, overrides, devices)
+        return source.load(devices)
     many = f" (a multiple of tp x pp = {least})" if least > 1 else ""
     raise InputError(f"parallel.dp is auto: give --devices N{many}, as in `threed {command} {path} --devices "
                      f"{-(-64 // least) * least}`, or parallel.dp=N")

@@ -29,6 +29,7 @@ from argparse import Namespace
 from functools import partial
 from multiprocessing.synchronize import Event
 from pathlib import Path
+from typing import NamedTuple
 
 from torch.distributed import DistError
 from torch.distributed import run as torchrun
@@ -44,7 +45,7 @@ from threed.base.console import RECORD, flush, put_error, say
 from threed.base.errors import InputError, RunError, ThreedError
 from threed.comm.environment import PORT, RankPlace, endpoint, place_of_environment
 from threed.comm.rendezvous import is_here, is_loopback, route
-from threed.config import load as configs
+from threed.config.load import Source
 from threed.launcher import elastic
 from threed.launcher.attend import Attendant
 from threed.launcher.local import check_gpus, local_world_size
@@ -59,6 +60,13 @@ MOST = 100  # starts by torch's own count, where any are allowed: ranks decide a
 READ_S, CLOSE_S = 20, 5  # limits of c10d's own messages
 LATER_S = 5.0
 LOOK_S = 2  # for the store of nodes that train already
+
+
+class Script(NamedTuple):
+    """A script that trains, and its arguments."""
+
+    path: Path
+    words: list[str]
 
 
 def run(args: Namespace, attendant: Attendant) -> int:
@@ -78,7 +86,7 @@ def run(args: Namespace, attendant: Attendant) -> int:
     wanted = args.log_dir or args.logs_specs or args.redirects != "0" or args.tee != "0"
     if config.logs_specs and not wanted:
         attendant.folder = config.logs_specs.root_log_dir
-    if first:
+    if first and isinstance(body, Source):
         RECORD.open(Path(first.run.dir))
         body.load(config.max_nodes * config.nproc_per_node)  # raises where it does not fit so many ranks
         check_gpus(first.run.device, config.nproc_per_node)
@@ -101,7 +109,7 @@ def run(args: Namespace, attendant: Attendant) -> int:
         raise RunError(_why(text, args, where, limit_s)) from None
 
 
-def _launch(config: LaunchConfig, body: Work) -> None:
+def _launch(config: LaunchConfig, body: Source | Script) -> None:
     """Start the ranks, and return when all have ended well."""
     try:
         elastic_launch(config, be_rank)(body, os.getpid())
@@ -110,30 +118,20 @@ def _launch(config: LaunchConfig, body: Work) -> None:
         signal.signal(signal.SIGQUIT, signal.SIG_IGN)
 
 
-def _work(args: Namespace) -> tuple[Work, Config | None]:
+def _work(args: Namespace) -> tuple[Source | Script, Config | None]:
     """What ranks do, and its config where that is known."""
     if args.training_script.endswith(".py"):
         if args.max_restarts is None:
             args.max_restarts = 0
-        return Work(Path(args.training_script), args.training_script_args, script=True), None
+        return Script(Path(args.training_script), args.training_script_args), None
     words = list(args.training_script_args)
     if args.max_restarts is not None:
         words = [f"run.restarts={args.max_restarts}", *words]
-    work = Work(*to_train(args.training_script, words))
-    return work, work.load(None)
+    source = Source.read(*to_train(args.training_script, words))
+    return source, source.load(None)
 
 
-class Work:
-    """What a rank does: a config with overrides, or a script with arguments."""
-
-    def __init__(self, path: Path, words: list[str], script: bool = False):
-        self.path, self.words, self.script = path, words, script
-
-    def load(self, world_size: int | None) -> Config:
-        return configs.load(self.path, self.words, world_size)
-
-
-def be_rank(work: Work, parent: int) -> None:
+def be_rank(work: Source | Script, parent: int) -> None:
     """Be one of the processes that the agent forks. Returns where all is well, for the agent must see that;
     else the process ends here."""
     be_child(parent)
@@ -146,7 +144,7 @@ def be_rank(work: Work, parent: int) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [*early.ASKS, signal.SIGCHLD])
     status = 0
     try:
-        if work.script:
+        if isinstance(work, Script):
             sys.argv = [str(work.path), *work.words]
             sys.path.insert(0, str(work.path.parent.absolute()))
             runpy.run_path(str(work.path), run_name="__main__")

@@ -13,7 +13,7 @@ from threed.monitor.measure import StepReport
 class Agreement:
     """A writer of the meter."""
 
-    columns = ("stop", "save")
+    columns: tuple[str, ...] = ("stop", "save")
 
     def __init__(self, requests: Requests):
         self._requests = requests

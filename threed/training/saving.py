@@ -52,7 +52,7 @@ def check_room(plan: Plan, comm: Comm) -> None:
 class Checkpoints:
     """The checkpoints of a run, on one rank. All ranks make the same calls after the same steps."""
 
-    columns = ("saving",)
+    columns: tuple[str, ...] = ("saving",)
 
     def __init__(self, config: Config, engine: Engine, watch: Watch, log: Log | None, resumed: Resumed,
                  saved: Callable[[Path], None] = lambda _: None):

@@ -28,12 +28,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from threed.base.quantity import show_bytes
 from threed.checkpoint.load import resume
 from threed.comm.process import ProcessComm, connecting_late
-from threed.comm.rendezvous import POLLS
+from threed.comm.rendezvous import POLL_S, POLLS
 from threed.comm.store import of_this_start
 from threed.config.load import load
 from threed.data.tokens import Prepared
 from threed.engine import shared
-from threed.engine.watch import POLL_S, Watch
+from threed.engine.watch import Watch
 from threed.features.travel.arrivals import Arrivals
 from threed.models.measure import SilentGroup
 from threed.monitor.measure import Meter

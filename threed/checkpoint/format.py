@@ -35,6 +35,8 @@ from threed.base.errors import InputError
 from threed.schema import Config
 
 PATIENCE_S = 30.0  # how long a network file system may take to show what another host has written
+POLL_S = 0.1  # between two exchanges while some ranks still read or write
+REPLACED = ".replaced.tmp"  # suffix of an older checkpoint or copy that a new one replaces
 MANIFEST, INDEX, LATEST = "manifest.json", "index.jsonl", "latest"
 _NAME = re.compile(r"step-\d{8,}")
 T = TypeVar("T")

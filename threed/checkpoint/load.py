@@ -32,7 +32,7 @@ from threed.base.quantity import round_up, show_bytes
 from threed.checkpoint.box_reader import BoxReader
 from threed.checkpoint.boxes import Box, boxes
 from threed.checkpoint.choose import as_begun, begun, candidates, is_base, notes, read_manifest
-from threed.checkpoint.format import Manifest, Unusable, patiently
+from threed.checkpoint.format import POLL_S, Manifest, Unusable, patiently
 from threed.checkpoint.lineage import Lineage
 from threed.checkpoint.manifest import unseal
 from threed.checkpoint.proof import MASK, checksum
@@ -44,7 +44,6 @@ from threed.schema import Config, ModelConfig
 T = TypeVar("T")
 # What a manifest or an index that threed did not write makes its reader raise, even with a right checksum.
 _MALFORMED = (KeyError, IndexError, ValueError, TypeError, AttributeError, OverflowError, MemoryError)
-POLL_S = 0.1  # between two exchanges while some ranks still work
 PATIENCE = 0.1  # share of run.timeout_s after which a rank that reads nothing is said
 _DONE, _STOP, _SLOW, _STUCK = 1, 2, 4, 8  # what a rank says of itself in an exchange
 

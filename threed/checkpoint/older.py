@@ -10,11 +10,11 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from threed.checkpoint.format import folder, foreign
+from threed.checkpoint.format import REPLACED, folder, foreign
 from threed.checkpoint.lineage import Lineage, own
 from threed.schema import Config
 
-REMOVED, REPLACED = ".removed.tmp", ".replaced.tmp"
+REMOVED = ".removed.tmp"
 
 
 class OlderCheckpoints:

@@ -17,6 +17,7 @@ from threed.checkpoint.format import (
     INDEX,
     LATEST,
     MANIFEST,
+    REPLACED,
     Unusable,
     step_of,
 )
@@ -24,8 +25,7 @@ from threed.checkpoint.lineage import parse_latest
 from threed.checkpoint.manifest import unseal_data
 from threed.checkpoint.shard_file import Parts, check
 
-# suffixes in a folder: a copy that is not complete yet, and an older copy that the new one replaces
-COPYING, REPLACED = ".copying.tmp", ".replaced.tmp"
+COPYING = ".copying.tmp"  # suffix of a copy that is not complete yet
 
 
 class Store:

@@ -35,6 +35,8 @@ from threed.checkpoint.format import (
     INDEX,
     LATEST,
     MANIFEST,
+    POLL_S,
+    REPLACED,
     FileEntry,
     Report,
     file_name,
@@ -44,14 +46,13 @@ from threed.checkpoint.format import (
 )
 from threed.checkpoint.lineage import Lineage, write_latest
 from threed.checkpoint.manifest import FORMAT, seal, unseal
-from threed.checkpoint.older import REPLACED, OlderCheckpoints, said_of, tidy
+from threed.checkpoint.older import OlderCheckpoints, said_of, tidy
 from threed.checkpoint.shard_file import Item, write
 from threed.comm.lanes import in_order
 from threed.engine.engine import Engine
 from threed.features.zero.shard import counts
 from threed.features.zero.units import UnitState
 
-POLL_S = 0.1  # between two exchanges while ranks do nothing but write
 BUSY, DONE, FAILED, FULL = 0.0, 1.0, 2.0, 3.0  # a rank's status
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 

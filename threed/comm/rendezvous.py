@@ -16,9 +16,9 @@ import psutil
 from threed.base.console import say
 from threed.base.errors import InputError, RunError
 
-POLL_S = 0.25  # between two looks into the store in which ranks meet
+POLL_S = 0.25  # between two looks into the store in which ranks meet, or at processes
 POLLS = 2000  # of the store in a second, by all ranks together
-REPORT_S = 10.0  # between two lines about ranks that have not come
+REPORT_S = 10.0  # between two lines about ranks or machines that have not come
 MET = "threed/met"  # key of that store: all ranks are there
 FAILURE = "threed/failure"  # key of that store: the note of the first rank that fails
 _UNKNOWN = (OSError, UnicodeError)  # of a name that does not resolve, or cannot be one

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from threed.base.errors import InputError
 
-TOKENIZER = "tokenizer.json"  # of the data of a run, in the folder of the run
+TOKENIZER = "tokenizer.json"  # in the folder of a run, and of a model of Hugging Face
 IMPORTED = "huggingface"  # the folder in which an import keeps it
 
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from threed.base.errors import InputError
+from threed.data.sampling import TOKENIZER
 
-TOKENIZER = "tokenizer.json"
 CONFIG = "tokenizer_config.json"
 SPECIAL = "special_tokens_map.json"
 # File beside a tokenizer.json, and its field that names the end-of-text token, by its text or its id.

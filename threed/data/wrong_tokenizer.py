@@ -8,7 +8,8 @@ import re
 from pathlib import Path
 
 from threed.data.file_types import HEAD_BYTES, kind_of
-from threed.data.tokenizer_files import CONFIG, TOKENIZER
+from threed.data.sampling import TOKENIZER
+from threed.data.tokenizer_files import CONFIG
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")  # of a model on the hub
 _FILES = {".json", ".model", ".tiktoken", ".txt", ".vocab"}  # ends of a file's name, and of no model's

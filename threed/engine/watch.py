@@ -38,13 +38,12 @@ from threed.base.restart import FailureNote, RankSteps
 from threed.comm.environment import RankPlace
 from threed.comm.group import Comm
 from threed.comm.rendezvous import FAILURE as KEY
-from threed.comm.rendezvous import POLLS
+from threed.comm.rendezvous import POLL_S, POLLS
 from threed.comm.store import own_client
 from threed.engine.engine import Engine
 from threed.engine.heartbeat import Machines, Neighbour
 
 LIMIT = 0.8  # share of run.timeout_s; the rest is for telling the others, so that all end within it
-POLL_S = 0.25
 SIGN_S = 60.0  # a first step that takes longer gives signs of life: at twice the time, or after LONG_S
 LONG_S = 600.0
 LEAVE_S = 2.0  # the store may not answer a rank that leaves

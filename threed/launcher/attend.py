@@ -34,17 +34,15 @@ from threed.base import console
 from threed.base.requests import StopRequests
 from threed.base.restart import FailureNote
 from threed.base.signals import ASKS, SAVES
-from threed.launcher.elastic import LAUNCHER, note_failure
+from threed.comm.rendezvous import POLL_S, REPORT_S
+from threed.launcher.elastic import LAUNCHER, LINGER_S, note_failure
 from threed.launcher.processes import ended_by
 from threed.training.stopped import AT_ONCE
 
-POLL_S = 0.25
-REPORT_S = 10.0  # between two lines while other machines are awaited
 ANSWER_S = 20.0  # how long the store may take for a note
 OTHERS_S = 30.0  # how long ranks of other machines may work when those of this one have ended, at least
 AGENT_S = 35.0  # how long the agent may take to end after a failure, or to start ranks again; it kills those
 # that do not end after 30 s
-LINGER_S = 2.0  # as `rank.LINGER_S`
 END_S = 3.0  # how long a rank may take to end after a second request to stop
 KILLED = (os.CLD_KILLED, os.CLD_DUMPED)
 ENDED = (os.CLD_EXITED, *KILLED)

@@ -30,6 +30,8 @@ from threed.schema import Config
 
 FAILURES = "failures.jsonl"
 HEARD_S = 1.0  # so long a rank lives on, that its agent hears it before it sees an end and starts ranks again
+LINGER_S = 2.0  # how long rank 0, or its launcher, lives on after a failure: twice as long as a rank takes to
+# see it and end; more where ranks look less often
 AGENT, GO = "threed/agent", "threed/go"  # keys of a start's store: rank 0's agent, and what it has decided
 LAUNCHER = "THREED_LAUNCHER"  # in the environment: the descriptor on which `threed.torchrun` hears its ranks
 

@@ -28,6 +28,7 @@ from threed.base.signals import ASKS, STOPS, handle
 from threed.checkpoint.lineage import read_latest
 from threed.comm.environment import RESTARTS, RankPlace
 from threed.comm.process import file_store
+from threed.comm.rendezvous import POLL_S
 from threed.data.tokens import Prepared
 from threed.engine.watch import tell
 from threed.launcher.processes import (
@@ -50,7 +51,6 @@ from threed.training.hooks import Callback
 from threed.training.setup import Job, Task
 from threed.training.stopped import stopped_now
 
-POLL_S = 0.25
 ANSWER = "threed/answer"  # key of the store of ranks that do a task
 
 

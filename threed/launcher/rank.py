@@ -38,8 +38,6 @@ OWN = (TypeError, AttributeError, NameError, LookupError, ValueError, Arithmetic
 ECHO_S = 3.0  # how long a rank whose connections break waits for another rank to say why
 TOLD_S = 0.5  # the same before a rank ends at once, as asked
 NEWS_S = 2.0  # until a neighbour has seen that a rank was killed, where the agent does not say so
-LINGER_S = 2.0  # how long rank 0 lives on after a failure: twice as long as a rank takes to see it and end;
-# more where ranks look less often
 
 
 def run_rank(job: Job, place: RankPlace, store: Any, alone: Unattended | None = None) -> int:
@@ -107,7 +105,7 @@ def run_place(job: Job, place: RankPlace, parent: int) -> int:
         note = _note(store)
         alone.hear(note)
         if place.rank == 0:  # it may hold the store, where the others read why
-            time.sleep(LINGER_S + 2 * place.world_size / POLLS)
+            time.sleep(elastic.LINGER_S + 2 * place.world_size / POLLS)
         alone.end(note)
     return status
 

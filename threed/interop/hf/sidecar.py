@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from threed.base.errors import InputError
-from threed.data.sampling import IMPORTED
+from threed.data.sampling import IMPORTED, TOKENIZER
 from threed.interop.hf.places import CONFIG, INDEX, indexed
 from threed.interop.hf.tensors import entries_of
 
 FOLDER, LAYOUT = IMPORTED, "layout.json"
-GENERATION, TOKENIZER = "generation_config.json", "tokenizer.json"
+GENERATION = "generation_config.json"
 _TOKENIZERS = (TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
                "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "chat_template.jinja",
                "chat_template.json")

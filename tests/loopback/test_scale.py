@@ -115,7 +115,7 @@ def metrics_of_a_step(dp: int) -> tuple[int, int]:
     times = [float(index) for index in range(len(program))]
     trace = Trace("train", 0.0, times, times, [at + 0.5 for at in times])
     trace.total_s = times[-1] + 1
-    asks = SimpleNamespace(columns=("stop", "save", "saving"), row=lambda: (0.0, 1.0, 0.25))
+    asks: Any = SimpleNamespace(columns=("stop", "save", "saving"), row=lambda: (0.0, 1.0, 0.25))
     meter, steps = Meter(config, Analysis(plan), comm, Arrivals(plan.table), [asks]), []
     meter.begin()
     lines = lines_of(lambda: steps.append(meter.exchange(trace, trace.total_s)))

@@ -98,6 +98,8 @@ class Meter:
 
     def __post_init__(self) -> None:
         self.stragglers = Stragglers(self.comm.mesh)
+        device = device_of(self.comm.device).name()
+        self._peak = self.config.monitor.peak_tflops or peak_tflops(device)
         self._ranks = by_place(self.comm.mesh).flatten(1)  # [position, its ranks]
 
     def begin(self) -> None:
@@ -164,13 +166,12 @@ class Meter:
         config, mesh, counted = self.config, self.comm.mesh, self.config.model.counted
         step_s = float(step.column("step_s").max())
         tflops = self._step_flops / step_s / mesh.size / 1e12
-        peak = config.monitor.peak_tflops or peak_tflops(device_of(self.comm.device).name())
         values: dict[str, float | None] = {
             "perf/step_s": step_s,
             f"perf/{counted}_per_s": config.tokens_per_step / step_s,
             f"perf/{counted}_per_s_per_device": config.tokens_per_step / step_s / mesh.size,
             "perf/model_tflops_per_device": tflops,
-            "perf/mfu": tflops / peak if peak else None,
+            "perf/mfu": tflops / self._peak if self._peak else None,
         }
         measured = self._means(1.0 - step.column("compute_s") / step.column("step_s"))
         for name, bubbles in (("measured", measured), ("predicted", self._predict(step, elapsed_s))):

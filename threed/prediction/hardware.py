@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -168,7 +167,6 @@ def named_as(device: str) -> str | None:
 _CARDS = {"H100 PCIe": 756.0, "H100 NVL": 835.0, "H200 NVL": 835.0}
 
 
-@cache
 def peak_tflops(device: str) -> float | None:
     """Peak of a GPU in 16 bits, without sparsity, by what it calls itself; None: not known."""
     card = next((peak for name, peak in _CARDS.items() if name in device), None)

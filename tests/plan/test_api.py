@@ -399,5 +399,5 @@ def test_a_start_reads_its_file_once(dp, gpus, sizes, tmp_path, monkeypatch):
         values, where, size))
     monkeypatch.setattr(local, "local_world_size", lambda device: gpus)
     monkeypatch.setattr(local, "run_local", lambda config, callbacks: ran.append(config.dp) or 0)
-    assert start.start(configs.Source.read(file))[0] == 0
+    assert start.start(configs.ConfigSource.read(file))[0] == 0
     assert read == [file] and asked == sizes and ran == [{"2": 2}.get(dp, gpus or 1)]

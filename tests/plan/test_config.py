@@ -12,7 +12,7 @@ import pytest
 
 from threed.base.errors import ConfigError, InputError
 from threed.config import validate as subject
-from threed.config.load import Source, for_devices, known_keys, load
+from threed.config.load import ConfigSource, for_devices, known_keys, load
 from threed.config.stages import stage_runs
 from threed.config.unknown import UnknownKey
 from threed.config.validate import warnings
@@ -168,9 +168,9 @@ def test_open_number_of_ranks(tmp_path):
     """A config for 64 GPUs that is checked for 8 without a word."""
     path = tmp_path / "c.yaml"
     path.write_text("parallel: {tp: 2}\n")
-    assert Source.read(path).leaves_dp and Source.read(path, ["parallel.dp=auto"]).leaves_dp
-    assert not Source.read(path, ["parallel.dp=4"]).leaves_dp
-    assert not Source.read("configs/toy.yaml").leaves_dp
+    assert ConfigSource.read(path).leaves_dp and ConfigSource.read(path, ["parallel.dp=auto"]).leaves_dp
+    assert not ConfigSource.read(path, ["parallel.dp=4"]).leaves_dp
+    assert not ConfigSource.read("configs/toy.yaml").leaves_dp
 
 
 def test_world_size():

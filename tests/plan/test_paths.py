@@ -42,7 +42,7 @@ def values_of(key: str, texts: list[str], tmp_path: Path) -> list[object]:
     for text in texts:
         file.write_text(f"{section}: {{{name}: {text if text.startswith('[') else repr(text)}}}\n")
         for path, overrides in ((None, [f"{key}={text}"]), (file, [])):
-            source = configs.Source.read(path, overrides)
+            source = configs.ConfigSource.read(path, overrides)
             expanded, problems = expand({**source.values, **source.others})
             assert not problems
             found.append(expanded[key])

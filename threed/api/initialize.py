@@ -43,7 +43,7 @@ def initialize(layers: Sequence[Spec] | Layers, loss: Loss | None = None,
             raise InputError("overrides belong to a YAML file or a dictionary: give them to threed.load")
         return _of_config(config, name)
     where = str(config) if isinstance(config, str | Path) else "the config"
-    source = configs.Source.read(config if isinstance(config, str | Path) else None, overrides)
+    source = configs.ConfigSource.read(config if isinstance(config, str | Path) else None, overrides)
     own = configs.flat(config) if isinstance(config, Mapping) else {}
     given = {**source.values, **own, **source.others}
     if extra := [Problem.of(key, f"={value}: the layers are your own, and say themselves what they are; "

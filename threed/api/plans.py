@@ -236,7 +236,7 @@ def train(config: Config | str | Path, overrides: list[str] | None = None,
 def _source(config: Config | str | Path, overrides: list[str] | None) -> Loads:
     check_type("config", config, (Config, str, Path), "a Config, or the path of a YAML file or of a run")
     if not isinstance(config, Config):
-        return configs.Source.read(*to_train(config, overrides))
+        return configs.ConfigSource.read(*to_train(config, overrides))
     if overrides:
         raise InputError("overrides belong to a YAML file: give them to threed.load, or give the path of the "
                          "file to threed.train")

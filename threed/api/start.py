@@ -15,7 +15,7 @@ from threed.training.hooks import Callback, check_callbacks
 
 
 class Loads(Protocol):
-    """What a config is made of, once the number of ranks is known: `config.load.Source`, or a Config."""
+    """What a config is made of, once the number of ranks is known: `config.load.ConfigSource`, say."""
 
     @property
     def leaves_dp(self) -> bool:

@@ -66,7 +66,7 @@ def train(config: of.TrainPath, overrides: of.Overrides = None, quiet: of.Quiet 
     parent = os.getppid()
     path, words = to_train(config, overrides)
     words = [*words, *(["monitor.quiet=true"] if quiet else [])]
-    status, _ = start(configs.Source.read(path, words), parent=parent)
+    status, _ = start(configs.ConfigSource.read(path, words), parent=parent)
     from threed.launcher.rank import leave
 
     leave(status)

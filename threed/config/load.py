@@ -58,11 +58,11 @@ def load(path: str | Path | None, overrides: list[str] | None = None,
     """
     check_type("path", path, (str, Path, None), "the path of a YAML file")
     check_type("world_size", world_size, (int, None), "the number of ranks")
-    return Source.read(path, overrides).load(world_size)
+    return ConfigSource.read(path, overrides).load(world_size)
 
 
 @dataclasses.dataclass(frozen=True)
-class Source:
+class ConfigSource:
     """A config file and overrides, read once. Only `load` validates them."""
 
     path: str | Path | None
@@ -70,7 +70,7 @@ class Source:
     others: dict[str, Any]  # of the overrides
 
     @classmethod
-    def read(cls, path: str | Path | None, overrides: Sequence[str] | None = None) -> Source:
+    def read(cls, path: str | Path | None, overrides: Sequence[str] | None = None) -> ConfigSource:
         """Raises InputError where the file or an override cannot be read."""
         values, others = _read_yaml(path) if path is not None else {}, overrides_of(overrides)
         if path is not None and not values and not others:
@@ -121,7 +121,7 @@ class Source:
 def for_devices(path: str | Path, overrides: list[str] | None, devices: int | None, command: str) -> Config:
     """`load` for a command that starts no ranks, so that `parallel.dp: auto` needs a number of devices.
     InputError, which asks for it, where it is not given."""
-    source = Source.read(path, overrides)
+    source = ConfigSource.read(path, overrides)
     if not source.leaves_dp:
         return source.load(devices)
     config = source.uncombined()  # what else is wrong comes first

@@ -45,7 +45,7 @@ from threed.base.console import RECORD, flush, put_error, say
 from threed.base.errors import InputError, RunError, ThreedError
 from threed.comm.environment import PORT, RankPlace, endpoint, place_of_environment
 from threed.comm.rendezvous import is_here, is_loopback, route
-from threed.config.load import Source
+from threed.config.load import ConfigSource
 from threed.launcher import elastic
 from threed.launcher.attend import Attendant
 from threed.launcher.local import check_gpus, local_world_size
@@ -86,7 +86,7 @@ def run(args: Namespace, attendant: Attendant) -> int:
     wanted = args.log_dir or args.logs_specs or args.redirects != "0" or args.tee != "0"
     if config.logs_specs and not wanted:
         attendant.folder = config.logs_specs.root_log_dir
-    if first and isinstance(body, Source):
+    if first and isinstance(body, ConfigSource):
         RECORD.open(Path(first.run.dir))
         body.load(config.max_nodes * config.nproc_per_node)  # raises where it does not fit so many ranks
         check_gpus(first.run.device, config.nproc_per_node)
@@ -109,7 +109,7 @@ def run(args: Namespace, attendant: Attendant) -> int:
         raise RunError(_why(text, args, where, limit_s)) from None
 
 
-def _launch(config: LaunchConfig, body: Source | Script) -> None:
+def _launch(config: LaunchConfig, body: ConfigSource | Script) -> None:
     """Start the ranks, and return when all have ended well."""
     try:
         elastic_launch(config, be_rank)(body, os.getpid())
@@ -118,7 +118,7 @@ def _launch(config: LaunchConfig, body: Source | Script) -> None:
         signal.signal(signal.SIGQUIT, signal.SIG_IGN)
 
 
-def _work(args: Namespace) -> tuple[Source | Script, Config | None]:
+def _work(args: Namespace) -> tuple[ConfigSource | Script, Config | None]:
     """What ranks do, and its config where that is known."""
     if args.training_script.endswith(".py"):
         if args.max_restarts is None:
@@ -127,11 +127,11 @@ def _work(args: Namespace) -> tuple[Source | Script, Config | None]:
     words = list(args.training_script_args)
     if args.max_restarts is not None:
         words = [f"run.restarts={args.max_restarts}", *words]
-    source = Source.read(*to_train(args.training_script, words))
+    source = ConfigSource.read(*to_train(args.training_script, words))
     return source, source.load(None)
 
 
-def be_rank(work: Source | Script, parent: int) -> None:
+def be_rank(work: ConfigSource | Script, parent: int) -> None:
     """Be one of the processes that the agent forks. Returns where all is well, for the agent must see that;
     else the process ends here."""
     be_child(parent)

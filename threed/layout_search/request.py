@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from threed.base.errors import InputError
-from threed.config.load import Source, of_values, uncombined
+from threed.config.load import ConfigSource, of_values, uncombined
 from threed.config.named import joined
 from threed.config.validate import validate
 from threed.config.values import get
@@ -62,7 +62,7 @@ def ask(path: str | Path, overrides: list[str] | None = None, rounding: bool = F
     """Read a config. What overrides say of the layout is fixed; what the file says of it is left out. So is
     the precision of reductions with `rounding`; else it stays what the config has. Raises InputError where a
     search could not honour an override."""
-    source = Source.read(path, overrides)
+    source = ConfigSource.read(path, overrides)
     file, others = source.values, source.others
     layout = _LAYOUT if rounding else _LAYOUT - {_REDUCED}
     if rounding and _REDUCED in others:

@@ -233,6 +233,13 @@ def test_no_global(module):
     assert not lines, f"global in {MODULES[module]}, line {lines}"
 
 
+@pytest.mark.parametrize("module", MODULES)
+def test_instructions_are_read_by_name(module):
+    """item[:3] says nothing, and means something else once a field is added."""
+    by_number = re.compile(r"\b(item|instruction|slot)\[-?[\d:]|\*_ = (item|instruction|slot)\b")
+    assert not by_number.findall(MODULES[module].read_text())
+
+
 def test_a_name_is_one_class():
     """Two public classes of one name: a reader must look at the imports to know which is meant."""
     homes: dict[str, list[str]] = {}

@@ -70,7 +70,8 @@ def item_of(items: Any, index: int) -> tuple[Any, Any]:
         raise InputError(f"item {index} of the data set is a {type(item).__name__}"
                          f"{f' of {len(item)}' if isinstance(item, tuple | list) else ''}: it must be a "
                          "pair, (inputs, targets)")
-    return _tensors(item[0], index), _tensors(item[1], index)
+    inputs, targets = item
+    return _tensors(inputs, index), _tensors(targets, index)
 
 
 def _tensors(tree: Any, index: int) -> Any:

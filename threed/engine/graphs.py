@@ -182,14 +182,14 @@ class GraphRun:
             self.recording, self.weight_grads.taken = None, None
         record.inputs = [_unowned(each) for each in places]
         record.outputs = [_unowned(each) if each is not None else None for each in outputs]
-        self._origin |= {each.data_ptr(): turn.key[2:] for each in outputs if each is not None}
+        self._origin |= {each.data_ptr(): turn.key.pool for each in outputs if each is not None}
         self._records[turn.key] = record
         return record, outputs, kept
 
     def _place(self, given: torch.Tensor, turn: Turn) -> torch.Tensor:
         """Where a graph reads an input: where it is, if the graph before in this pass has made it, else in a
         tensor of its own."""
-        if self._origin.get(given.data_ptr()) == turn.key[2:]:
+        if self._origin.get(given.data_ptr()) == turn.key.pool:
             return given
         place = torch.empty_strided(given.shape, given.stride(), dtype=given.dtype, device=given.device)
         self.recorder.fill(place, given)

@@ -44,7 +44,7 @@ _TENSORS = ("act", "grad", "loss")  # kinds of slots that hold tensors, besides 
 def results(engine: Engine, instruction: Instruction, slots: Slots) -> Iterator[InstructionResult]:
     """The results of a forward or backward; at CLIP the reduced gradients, first the part that this rank
     summed."""
-    op, unit, *_ = instruction
+    op, unit = instruction.op, instruction.unit
     table = engine.plan.table
     if op == Op.CLIP and instruction.gradients != "none":
         for p, state in engine.zero.stepped.items():
@@ -90,7 +90,7 @@ def phase_of(instruction: Instruction, table: Table) -> int:
 
 def named(engine: Engine, instruction: Instruction) -> str:
     """A compute instruction, or one of a parameter unit, in words."""
-    op, unit, microbatch, *_ = instruction
+    op, (unit, microbatch) = instruction.op, instruction.turn
     if op == Op.REDUCE and not instruction.of_slot:
         return f"p{unit} ({engine.plan.table.parameters[unit].name}), {op}"
     return f"u{unit} ({engine.plan.table.units[unit].name}), micro-batch {microbatch}, {op}"

@@ -54,6 +54,10 @@ class Line(NamedTuple):
     whole: bool  # whether they are whole numbers
     sums: torch.Tensor
 
+    @property
+    def name(self) -> tuple[int, int, str]:
+        return self.phase, self.distance, self.what
+
 
 class Verifier:
     """Verifies steps on one rank. All ranks call its methods together: `rehearse`, then `step`."""
@@ -131,7 +135,7 @@ class Verifier:
 
     def _received(self, instruction: Instruction) -> Iterator[tuple[Slot, str]]:
         """What a forward or backward reads and other ranks have sent, and in words."""
-        op, unit, microbatch, *_ = instruction
+        op, (unit, microbatch) = instruction.op, instruction.turn
         table = self.engine.plan.table
         if op not in (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT):
             return
@@ -148,7 +152,7 @@ class Verifier:
 
     def _difference(self, before: list[Line], after: list[Line]) -> Finding | None:
         """This rank's first difference, in the order of its program."""
-        names, names_after = [line[:3] for line in before], [line[:3] for line in after]
+        names, names_after = ([line.name for line in lines] for lines in (before, after))
         assert names == names_after, "the step is not what was rehearsed"
         if not before:
             return None

@@ -258,7 +258,7 @@ def helps(base: Config, hardware: Hardware, layout: Layout, plans: ShortPlans) -
             free=(Op.OFFLOAD, Op.FETCH), change=_state_on_device)
     now_s = plans.would_take_s()
     gains = {words: 1 - seconds / now_s for words, seconds in values.items()}
-    return {words: gain for words, gain in sorted(gains.items(), key=lambda item: -item[1]) if gain > 0.005}
+    return {words: gain for words, gain in sorted(gains.items(), key=lambda each: -each[1]) if gain > 0.005}
 
 
 def _reduced_in(size: int, table: Table) -> Table:

@@ -233,8 +233,8 @@ def _header(line: str, where: str) -> dict[str, Any]:
         if tuple(values["columns"]) != COLUMNS:
             raise ValueError("the columns are of another version of threed")
         values["here"] = Coordinate({axis: int(values[axis]) for axis in AXES})
-        values["program"] = [_instruction(*row[2:]) for row in values["train"]]
         values["lanes"] = [str(lane) for _, lane, *_ in values["train"]]
+        values["program"] = [_instruction(*fields) for _, _, *fields in values["train"]]
         values["digest"] = str(values["digest"])
         values["world_size"], values["first_step"] = int(values["world_size"]), int(values["first_step"])
         return values

@@ -16,7 +16,7 @@ from threed.program.buffers import lowered
 from threed.program.effects import effects
 from threed.program.entries import ComputeUnit
 from threed.program.handed import depends, move_of
-from threed.program.instruction import COMPUTE, PARTS, PHASES, Instruction, Op, Tier
+from threed.program.instruction import COMPUTE, PARTS, PHASES, Instruction, Op, Tier, without_microbatch
 from threed.program.plan import Plan
 from threed.program.simulate import Costs, cost_of
 from threed.program.table import Table
@@ -68,7 +68,7 @@ def cost(plan: Plan, hardware: Hardware, measured: Costs | None = None, imbalanc
         if by_run is not None and op not in (Op.OFFLOAD, Op.FETCH) and home == Tier.DEVICE:
             return by_run(position, instruction)
         # All micro-batches take the same time.
-        key = position, op, instruction.unit, *instruction[3:]
+        key = position, without_microbatch(instruction)
         if key not in known:
             known[key] = analytic(position, instruction) + host_s
         return known[key]

@@ -112,10 +112,10 @@ def _check_complete(name: str, programs: Sequence[Program], position: int, table
         _check_steps(name, programs, position, table, links)
         return
     if not _each_once(links, table, position, trains, m):
-        seen = Counter([item[:3] for item in program if item.op in _COMPUTING])  # (op, unit, micro-batch)
+        seen = Counter([_turn(item) for item in program if item.op in _COMPUTING])
         expected = _expected(range(m), table, position, trains, seen)
         for turn in (seen - expected) + (expected - seen):
-            index = next((i for i, item in enumerate(program) if item[:3] == turn), len(program) - 1)
+            index = next((i for i, item in enumerate(program) if _turn(item) == turn), len(program) - 1)
             raise PlanError(describe(
                 name, programs, position, index,
                 f"'{Instruction(*turn)}' runs {seen[turn]} times here, not {expected[turn]}"))
@@ -148,7 +148,7 @@ def _each_once(links: Links, table: Table, position: int, trains: bool, m: int) 
     instructions of a strand are those that use slots.)"""
     microbatches = []
     for strand in links.strands:
-        seen = Counter([form.item[:3] for form in strand.forms if form.item.op in _COMPUTING])
+        seen = Counter([_turn(form.item) for form in strand.forms if form.item.op in _COMPUTING])
         if seen != _expected(range(1), table, position, trains, seen):
             return False
         microbatches += [links.program[index].microbatch for index in strand.indices[0]]
@@ -156,6 +156,10 @@ def _each_once(links: Links, table: Table, position: int, trains: bool, m: int) 
 
 
 _Turn = tuple[Op, int, int]  # op, unit, micro-batch
+
+
+def _turn(item: Instruction) -> _Turn:
+    return item.op, item.unit, item.microbatch
 
 
 def _expected(microbatches: Iterable[int], table: Table, position: int, trains: bool,

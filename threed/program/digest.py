@@ -10,7 +10,7 @@ from operator import itemgetter, mod
 from typing import Any, NamedTuple
 
 from threed.program.entries import ComputeUnit, ParameterUnit
-from threed.program.instruction import Instruction
+from threed.program.instruction import MICROBATCH_AT, Instruction, without_microbatch
 from threed.program.settings import WHOLE_MESSAGES, UpdateSettings
 
 # The format of what is hashed. Traces and costs hold digests of older versions: a plan that could be made
@@ -39,14 +39,12 @@ class _Formats(dict[tuple[Any, ...], str]):
 
     def __missing__(self, rest: tuple[Any, ...]) -> str:
         fields = [json.dumps(field).replace("%", "%%") for field in rest]
-        fields.insert(_AT, "%d")
+        fields.insert(MICROBATCH_AT, "%d")
         self[rest] = text = f"[{', '.join(fields)}]"
         return text
 
 
-_AT = Instruction._fields.index("microbatch")
-_MICROBATCH = itemgetter(_AT)
-_REST = itemgetter(*(at for at in range(len(Instruction._fields)) if at != _AT))
+_MICROBATCH = itemgetter(MICROBATCH_AT)
 
 
 def _values(entry: Any) -> dict[str, Any]:
@@ -90,8 +88,8 @@ def digest_of(table: Any, programs: Mapping[str, Sequence[Sequence[Instruction]]
     for number, (name, positions) in enumerate(sorted(programs.items())):
         digest.update(f"{', ' if number else ''}{json.dumps(name)}: [".encode())
         for position, program in enumerate(positions):
-            lines = map(mod, map(formats.__getitem__, map(_REST, program)), map(_MICROBATCH, program))
-            text = ", ".join(lines)
+            texts = map(formats.__getitem__, map(without_microbatch, program))
+            text = ", ".join(map(mod, texts, map(_MICROBATCH, program)))
             digest.update(f"{', ' if position else ''}[{text}]".encode())
         digest.update(b"]")
     digest.update(b"}]")

@@ -6,11 +6,10 @@ import threading
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import itemgetter
 from typing import Any
 
 from threed.program.effects import Effects, effects
-from threed.program.instruction import Instruction
+from threed.program.instruction import MICROBATCH_AT, Instruction, without_microbatch
 from threed.program.table import Table
 
 
@@ -36,7 +35,7 @@ class Forms:
     def of(self, program: Sequence[Instruction], position: int) -> list[Form]:
         """The form of each instruction of a program."""
         known = self._at(position)
-        forms: list[Any] = list(map(known.__getitem__, map(_FIELDS, program)))  # written for speed
+        forms: list[Any] = list(map(known.__getitem__, map(without_microbatch, program)))  # written for speed
         for index in [index for index, (item, form) in enumerate(zip(program, forms, strict=True))
                       if form is None or item.microbatch < 0]:
             forms[index] = self.form(program[index], position)
@@ -46,7 +45,8 @@ class Forms:
         """The form of one instruction of a position's program."""
         # Instructions without a micro-batch are rare. The fields of the others, without the micro-batch, are
         # fewer: the keys differ.
-        known, key = self._at(position), _FIELDS(instruction) if instruction.microbatch >= 0 else instruction
+        known = self._at(position)
+        key = without_microbatch(instruction) if instruction.microbatch >= 0 else instruction
         form = known.get(key)
         if form is None:
             form = known[key] = _form(instruction, self._table, position)
@@ -73,7 +73,7 @@ class _Known(dict[tuple[Any, ...], Any]):
         table = self.table()
         assert table is not None, "who asks holds the table"
         try:
-            item = Instruction._make([*fields[:_AT], 0, *fields[_AT:]])
+            item = Instruction._make([*fields[:MICROBATCH_AT], 0, *fields[MICROBATCH_AT:]])
             form = _form(item, table, self.position)
         except KeyError:
             form = None
@@ -91,10 +91,6 @@ def _forms_of(table: Table) -> dict[int, _Known]:
             _ALIVE[id(table)] = {}
             weakref.finalize(table, _ALIVE.pop, id(table)).atexit = False
         return _ALIVE[id(table)]
-
-
-_AT = Instruction._fields.index("microbatch")
-_FIELDS = itemgetter(*(at for at in range(len(Instruction._fields)) if at != _AT))
 
 
 def _form(instruction: Instruction, table: Table, position: int) -> Form:

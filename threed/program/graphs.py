@@ -36,6 +36,11 @@ class GraphKey(NamedTuple):
     set: int
     variant: int
 
+    @property
+    def pool(self) -> tuple[int, int, int]:
+        """Graphs of one may read each other's outputs in place."""
+        return self.stage, self.set, self.variant
+
 
 class Turn(NamedTuple):
     """A compute instruction in its pass."""

@@ -40,6 +40,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
+from operator import itemgetter
 from typing import NamedTuple
 
 
@@ -221,6 +222,10 @@ class Instruction(NamedTuple):
         return [name for name, default in defaults.items()
                 if getattr(self, name) != default and name not in FIELDS[self.op]]
 
+
+MICROBATCH_AT = Instruction._fields.index("microbatch")
+# The other fields, as a tuple: instructions of one form have the same.
+without_microbatch = itemgetter(*(at for at in range(len(Instruction._fields)) if at != MICROBATCH_AT))
 
 Programs = list[list[Instruction]]  # one program a position, while passes work on them
 

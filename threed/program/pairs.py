@@ -27,5 +27,5 @@ def has_pairs(program: Sequence[Instruction], table: Table) -> bool:
         return False
     tasks = groupby((item.op == Op.FORWARD, table.units[item.unit].stage, item.microbatch)
                     for item in program if item.op in COMPUTE)
-    forwards = [task for task, _ in tasks if task[0]]
+    forwards = [(stage, microbatch) for (forward, stage, microbatch), _ in tasks if forward]
     return len({*forwards}) < len(forwards)

@@ -322,7 +322,7 @@ def channels(programs: Sequence[Program]) -> Channels:
     for position, program in enumerate(programs):
         mine: dict[tuple[Op, int, str], list[int]] = {}
         for index, item in enumerate(program):
-            if item[0] in messages:  # its op
+            if item.op in messages:
                 key = item.op, item.peer, item.kind
                 if key not in mine:
                     mine[key] = ends.setdefault(_channel(position, item), ([], []))[item.op == Op.RECV]

@@ -37,7 +37,7 @@ def homes(sizes: dict[int, int], ratio: float, home: Tier) -> dict[int, Tier]:
     Largest first, a unit is placed at `home` if that brings the share nearer to `ratio`."""
     goal, placed = ratio * sum(sizes.values()), 0
     tiers = {}
-    for unit, size in sorted(sizes.items(), key=lambda item: (-item[1], item[0])):
+    for unit, size in sorted(sizes.items(), key=lambda entry: (-entry[1], entry[0])):
         nearer = abs(placed + size - goal) < abs(placed - goal)
         tiers[unit] = home if nearer else Tier.DEVICE
         placed += size * nearer

@@ -142,7 +142,7 @@ class PipelineRun:
                 Op.SEND: self.send, Op.RECV: self.recv}
 
     def forward(self, instruction: Instruction, slots: Slots) -> None:
-        _, unit, microbatch, *_ = instruction
+        unit, microbatch = instruction.turn
         x = slots.get(Slot("act", unit - 1, microbatch)).detach() if unit > 0 else None
         output, saved = self._run(unit, microbatch, x, slots, instruction.keep == "all")
         if instruction.keep == "all":
@@ -168,7 +168,7 @@ class PipelineRun:
     def recompute(self, instruction: Instruction, slots: Slots) -> None:
         """FORWARD once more, for its graph. (Dropout depends only on the sample and the element's place, so
         the numbers are the same.)"""
-        _, unit, microbatch, *_ = instruction
+        unit, microbatch = instruction.turn
         x = slots.get(Slot("kept", unit, microbatch))
         if self.table.keeps_stream(unit):
             x = self.stream(unit - 1).whole(self.inputs.give_back(x))
@@ -196,10 +196,10 @@ class PipelineRun:
             return [made, output.loss, output.logits, output.count, output.penalty, *handed], saved
 
         inputs = [x, *given.values()] if x is not None else [*given.values()]
-        tensors, saved = self.runner.run(inputs, body)
+        (made, loss, logits, count, penalty, *handed), saved = self.runner.run(inputs, body)
         self.feed.ahead(microbatch)
-        named = {each.name: not_none(tensor) for each, tensor in zip(makes, tensors[5:], strict=True)}
-        output = Out(tensors[0], named, *tensors[1:5])
+        named = {each.name: not_none(tensor) for each, tensor in zip(makes, handed, strict=True)}
+        output = Out(made, named, loss, logits, count, penalty)
         for each in makes:
             if not again or (each.grad and not each.leaves):
                 value = output.makes[each.name].detach()
@@ -258,20 +258,20 @@ class PipelineRun:
         return {slot: slots.get(slot) for slot in wanted}
 
     def backward(self, instruction: Instruction, slots: Slots) -> None:
-        _, unit, microbatch, *_ = instruction
+        unit, microbatch = instruction.turn
         self._propagate(unit, microbatch, slots)  # weight gradients go where zero's hooks put them
         self._mark(unit, slots)
 
     def backward_input(self, instruction: Instruction, slots: Slots) -> None:
         """The gradient of the unit's input; the products of its weight gradients are delayed. The embedding's
         input is tokens, so all of its backward is delayed."""
-        _, unit, microbatch, *_ = instruction
+        unit, microbatch = instruction.turn
         operands = self._propagate(unit, microbatch, slots, delayed=True)
         slots.put(Slot("operands", unit, microbatch), operands)
 
     @torch.no_grad()
     def backward_weight(self, instruction: Instruction, slots: Slots) -> None:
-        _, unit, microbatch, *_ = instruction
+        unit, microbatch = instruction.turn
         operands = slots.get(Slot("operands", unit, microbatch))
 
         def body() -> tuple[Tensors, None]:

@@ -19,6 +19,6 @@ def travel(programs: Programs, table: Table) -> Programs:
     if not after:
         return programs
     return [insert(program, {}, {index: [Instruction(each.op, each.unit, item.microbatch, each.kind,
-                                                     group=each.group) for each in after[item[:2]]]
-                                 for index, item in enumerate(program) if item[:2] in after})
+                                                     group=each.group) for each in after[item.op, item.unit]]
+                                 for index, item in enumerate(program) if (item.op, item.unit) in after})
             for program in programs]

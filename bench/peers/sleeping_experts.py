@@ -52,13 +52,13 @@ from threed.planner.passes import run_passes
 from threed.program.analysis import Analysis
 from threed.program.check import check
 from threed.program.entries import ComputeUnit
-from threed.program.handed import leaving
 from threed.program.instruction import COMPUTE, Instruction, Op
 from threed.program.pairs import cost_in_pair
 from threed.program.plan import Plan
 from threed.program.settings import PairSettings
 from threed.program.table import Table
 from threed.program.traffic import sent_by
+from threed.program.trips import leaving
 from threed.schedules.orders import SCHEDULES
 from threed.schema import Config
 from threed.spec.kernels import Product
@@ -143,7 +143,7 @@ def _units(table: Table, case: Case, times: Times) -> Iterator[tuple[ComputeUnit
     pairs the planner goes by FLOPs."""
     half = times.over(2 * case.blocks)
     for unit in table.units:
-        mine = half if any(each.trip and each.grad for each in unit.makes) else Times(0.0, 0.0, 0.0)
+        mine = half if any(each.leaves for each in unit.makes) else Times(0.0, 0.0, 0.0)
         product = Product(1, 1, round(1e6 * mine.forward))
         yield replace(unit, kernels=(product,) if product.k else ()), mine
 

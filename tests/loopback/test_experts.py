@@ -274,7 +274,7 @@ def test_planned_rows_are_whole(room, more):
     plan, row = make_plan(config), 4 * config.model.hidden
     rows = 2 * config.train.micro_batch_size * config.model.seq_len // config.parallel.tp
     sizes = {name: plan.table.size(Slot(name, unit)) for unit in (1, 2)
-             for made in plan.table.units[unit].makes for name in (made.name, made.trip and made.trip.becomes)
+             for made in plan.table.units[unit].makes for name in (made.name, made.becomes)
              if name}
     assert sizes["routed"] == rows * (row + 16) and sizes["returned"] == rows * row
     assert sizes["arrived"] == math.ceil(rows * room) * (row + 16)

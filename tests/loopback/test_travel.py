@@ -328,8 +328,8 @@ def test_counts_of_an_earlier_unit(more, tmp_path, references):
     file.write_text(EARLIER.format(travelling="tests.families.travelling"))
     config = tiny(*SMALL, f"model.family={file}:EARLIER", "model.layers=4", *more)
     plan = make_plan(config)
-    counts = [made.trip.counts for unit in plan.table.units for made in unit.makes
-              if made.name == "sent" and made.trip]
+    counts = [made.counts for unit in plan.table.units for made in unit.makes
+              if made.name == "sent" and made.over]
     assert counts == [(("gives", 0), ("takes", 0)), (("gives", 4), ("takes", 4))]
     check(replace(plan, table=plan.table))
     temporaries_of(plan)

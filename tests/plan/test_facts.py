@@ -17,6 +17,7 @@ from threed.planner.facts import hand_overs
 from threed.planner.passes import stages_of
 from threed.program.check import check
 from threed.program.plan import Plan
+from threed.spec.parameter import Share
 from threed.spec.travel import Exchanged
 
 
@@ -31,12 +32,12 @@ def test_names_of_slots_are_taken(names):
     is refused."""
     units = [[layer("blocks.0", makes=names)], [layer("blocks.1", reads=names)]]
     with pytest.raises(InputError, match=f"a tensor called '{names[0]}'.*give the tensor another name"):
-        hand_overs(units)
+        hand_overs(units, Share(), {})
 
 
 def test_nobody_makes_it():
     with pytest.raises(InputError, match=r"layer blocks\.1 reads 'gate', which no layer before it makes"):
-        hand_overs([[layer("blocks.0")], [layer("blocks.1", reads=("gate",))]])
+        hand_overs([[layer("blocks.0")], [layer("blocks.1", reads=("gate",))]], Share(), {})
 
 
 @pytest.mark.parametrize("others, spent", [([], True), ([layer("c", ("came",))], False),
@@ -44,7 +45,7 @@ def test_nobody_makes_it():
 def test_spent_by_all_layers_of_a_unit(others, spent):
     units = [[layer("a", makes=("rows",), travels={"rows": Exchanged("came", "dp")})],
              [layer("b", ("came",), spent=("came",)), *others]]
-    (read,) = hand_overs(units)[1].reads
+    _, (_, (read,)) = hand_overs(units, Share(), {"dp": 2})
     assert read.came and read.spent == spent
 
 

@@ -23,7 +23,7 @@ from threed.layout_search.space import NEEDLESS, NO_BATCH, NO_SHAPE, SLOWER
 from threed.planner.facts import make_table
 from threed.prediction.analytic import cost
 from threed.prediction.hardware import Hardware
-from threed.program.entries import Handed, Read, Trip
+from threed.program.entries import MadeTensor, ReadTensor
 from threed.program.instruction import Instruction, Op
 from threed.program.plan import Plan
 from threed.program.table import Table
@@ -76,8 +76,8 @@ def test_runs(kinds, want):
 def test_waits_for_what_several_units_read():
     """Of two exchanges, of 1 s and 5 s, the second runs while two units compute until a third reads it. With
     full contention nothing is computed meanwhile."""
-    makes = tuple(Handed(name, 8, trip=Trip(f"came_{name}", "ep", "EXCHANGE", 2, 8)) for name in "ab")
-    reads = ((), (Read("came_a", 0, True, came=True),), (), (Read("came_b", 0, True, came=True),))
+    makes = tuple(MadeTensor(name, 8, True, f"came_{name}", "ep", "EXCHANGE", 2, 8) for name in "ab")
+    reads = ((), (ReadTensor("came_a", 0, True, came=True),), (), (ReadTensor("came_b", 0, True, came=True),))
     table = make_table(threed.load("configs/toy.yaml", ["parallel.pp=1"]), (0,))
     table = replace(table, units=tuple(
         replace(unit, makes=made, reads=read)

@@ -31,10 +31,11 @@ from threed.base.mesh import axes_of
 from threed.engine.engine import Engine
 from threed.engine.inspect import Finding, first, me, named, numbers, phase_of, results
 from threed.features.zero.run import Clipped
-from threed.program.handed import came_over, passed
+from threed.program.entries import gradient_of
 from threed.program.instruction import Instruction, Op, Slot
 from threed.program.slots import Slots
 from threed.program.trace import Trace
+from threed.program.trips import came_over
 from threed.tensor.context import Batch
 
 # Where kernels are not deterministic: dtype of compute -> how much a result may change, relative to its norm.
@@ -145,8 +146,10 @@ class Verifier:
             position = table.position(slot.unit if forward else unit + 1)
             if position != self.engine.position:
                 yield slot, f"input, received from pp{position},"
-        tensors = passed(instruction, table)
-        for slot in tensors.reads if forward else tensors.made_gradients:
+        handed = ([Slot(read.name, read.unit, microbatch) for read in table.units[unit].reads] if forward else
+                  [gradient_of(Slot(made.name, unit, microbatch)) for made in table.units[unit].makes
+                   if made.grad])
+        for slot in handed:
             if (group := came_over(slot, table)) is not None:
                 yield slot, f"'{slot.kind}', received over {group},"
 

@@ -18,10 +18,10 @@ from threed.base.mesh import FOLDS
 from threed.prediction.analytic import cost
 from threed.prediction.hardware import Hardware
 from threed.program.entries import ComputeUnit, ParameterUnit, gradient_kind
-from threed.program.handed import back
 from threed.program.instruction import COMPUTE, Instruction, Op, Slot
 from threed.program.plan import Plan
 from threed.program.table import Table
+from threed.program.trips import back
 from threed.program.walk import Cost
 from threed.spec.kernels import Kernel, Moved
 
@@ -109,18 +109,16 @@ def wait_s(table: Table, u: int, op: Op, price: Callable[[Instruction], float], 
     exchange stands directly behind what makes its tensor, and what reads that is in the same stage: only what
     lies between the two, and what is computed again for the first one's backward, can run meanwhile. Of
     several that read, the one that waits longest counts: what an earlier one reads has travelled before."""
-    trips = [(_reader(table, u, made.trip.becomes), made, made.trip) for made in table.units[u].makes
-             if made.trip and made.trip.over in FOLDS]
+    trips = [(_reader(table, u, made.becomes), made) for made in table.units[u].makes if made.over in FOLDS]
     longest = 0.0
-    for reader in {at for at, *_ in trips} - {u}:
-        until = [(made, trip) for at, made, trip in trips if at <= reader]
+    for reader in {at for at, _ in trips} - {u}:
+        until = [made for at, made in trips if at <= reader]
         meanwhile = sum(price(Instruction(op, other, 0)) for other in range(u + 1, reader))
         if op == Op.FORWARD:
-            sent = sum(price(Instruction(Op(trip.by), u, 0, made.name, group=trip.over))
-                       for made, trip in until)
+            sent = sum(price(Instruction(Op(made.by), u, 0, made.name, group=made.over)) for made in until)
         else:
-            sent = sum(price(Instruction(back(trip.by), u, 0, gradient_kind(trip.becomes), group=trip.over))
-                       for made, trip in until if made.grad)
+            sent = sum(price(Instruction(back(made.by), u, 0, gradient_kind(made.becomes), group=made.over))
+                       for made in until if made.grad)
             meanwhile += sum(_again_s(table, other, price) for other in range(u, reader))
         longest = max(longest, sent - meanwhile, contention * min(sent, meanwhile))
     return longest
@@ -169,8 +167,8 @@ def _groups(table: Table) -> list[Group]:
 def _is_one(table: Table, group: Group, ends: bool) -> bool:
     """Whether the units of a group may become one: they wait for exchanges alone, and a gradient that comes
     is used at once. `ends`: those that exchange nothing, such as tiles, stay as they are."""
-    trips = [made.trip for u in group for made in table.units[u].makes if made.trip]
-    return (bool(trips) or not ends) and all(trip.over in FOLDS for trip in trips) and not (
+    over = [made.over for u in group for made in table.units[u].makes if made.over]
+    return (bool(over) or not ends) and all(group in FOLDS for group in over) and not (
         table.units[group[-1]].recompute)
 
 

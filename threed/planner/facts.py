@@ -21,11 +21,11 @@ from threed.features.pipeline.parts import NODE_RANKS, cut, settings
 from threed.features.zero import plan as zero
 from threed.features.zero.shard import FlatLayout, layout
 from threed.models.layers.base import Layer
-from threed.models.layers.handing import handing, makes, passes
+from threed.models.layers.handing import handing, passes
 from threed.models.layers.head import Generates
 from threed.models.tiling import cut_layers, folds_of, model_key, share_of, unit_layers
 from threed.optim.registry import OPTIMIZERS
-from threed.planner.hand_overs import HandOver, hand_overs, with_ranks
+from threed.planner.hand_overs import hand_overs
 from threed.planner.unit_kinds import (
     KINDS,
     OWN,
@@ -37,7 +37,7 @@ from threed.planner.unit_kinds import (
     persists,
 )
 from threed.program.costs import load_costs
-from threed.program.entries import ComputeUnit, Handed, ParameterUnit, Reduction
+from threed.program.entries import ComputeUnit, MadeTensor, ParameterUnit, ReadTensor, Reduction
 from threed.program.instruction import PHASES, Instruction, Op, Tier
 from threed.program.settings import (
     ActivationSettings,
@@ -125,7 +125,6 @@ def make_table(config: Config, place: tuple[int, ...]) -> Table:
             used[user].append(number)
     units = tuple(replace(unit, stage=stage, parameters=tuple(mine))
                   for unit, stage, mine in zip(_compute_units(config), stage_of, used, strict=True))
-    units = _on_mesh(config, units, model_layers)
     table = Table(units, {}, place, config.num_microbatches, _act_bytes(config), _elements(config),
                   _zero(config), _activation(config), _update(config), pair=_pair(config, units))
     ordinary = _Shared.of(config, table.elements)
@@ -153,20 +152,6 @@ def _of_kind(config: Config, kind: str) -> tuple[str, str]:
         return "", ""
     row = KINDS[kind]
     return row.optimizer, row.dtype if row.dtype != config.precision.dtype else ""
-
-
-def _on_mesh(config: Config, units: tuple[ComputeUnit, ...],
-             model_layers: Sequence[Layer]) -> tuple[ComputeUnit, ...]:
-    """Units, with the ranks to which their tensors travel."""
-    ways = [handing(layer).travels for layer in model_layers]
-    if not any(ways):
-        return units
-    mesh = make_mesh(config)
-    over = {each.trip.over for unit in units for each in unit.makes if each.trip}
-    ranks = {group: len(mesh.group(group, 0)) for group in over}
-    return tuple(replace(unit, makes=with_ranks(
-        unit.makes, {name: way for each in ways[slice(*unit.layers)] for name, way in each.items()}, ranks))
-        for unit in units)
 
 
 def with_logits(config: Config, table: Table) -> Table:
@@ -271,8 +256,7 @@ def _pair(config: Config, units: Sequence[ComputeUnit]) -> PairSettings | None:
     costs, mesh = unit_costs(config), make_mesh(config)
     # In what `costs` are: seconds of a run, or FLOPs
     rate = sum(forward for forward, *_ in costs) / sum(unit.forward_flops + 1 for unit in units)
-    trips = [each.trip for unit in units for each in unit.makes if each.trip]
-    groups = {trip.over: mesh.group(trip.over, 0) for trip in trips}
+    groups = {each.over: mesh.group(each.over, 0) for unit in units for each in unit.makes if each.over}
     far = {group: len({rank // NODE_RANKS for rank in ranks}) > 1 for group, ranks in groups.items()}
     return PairSettings(tuple(costs), {group: rate * (FLOPS_A_FAR_BYTE if far[group] else FLOPS_A_BYTE)
                                        for group in sorted(groups)})
@@ -326,21 +310,26 @@ def _uses_tied(config: Config) -> list[bool]:
             for first, stop in runs]
 
 
-@remembered(lambda config: (model_key(config), tuple(config.pieces)))
+def _travel_ranks(config: Config) -> dict[str, int]:
+    """The groups over which tensors of a model travel -> their ranks."""
+    over = {way.over for layer in unit_layers(config)[0] for way in handing(layer).travels.values()} & GROUPS.keys()
+    mesh = make_mesh(config) if over else None
+    return {group: len(mesh.group(group, 0)) for group in sorted(over)} if mesh else {}
+
+
+@remembered(lambda config: (model_key(config), tuple(config.pieces), tuple(_travel_ranks(config).items())))
 def _compute_units(config: Config) -> list[ComputeUnit]:
     """The compute units of a model, before they are on stages and have parameter units."""
     model_layers, runs = unit_layers(config)
     members = [model_layers[first:stop] for first, stop in runs]
-    return [_compute_unit(config, *each) for each in zip(members, runs, hand_overs(members), strict=True)]
+    handed = hand_overs(members, share_of(config), _travel_ranks(config))
+    return [_compute_unit(config, *each) for each in zip(members, runs, handed, strict=True)]
 
 
 def _compute_unit(config: Config, members: Sequence[Layer], run: tuple[int, int],
-                  handed: HandOver) -> ComputeUnit:
-    share = share_of(config)
+                  handed: tuple[tuple[MadeTensor, ...], tuple[ReadTensor, ...]]) -> ComputeUnit:
+    share, (makes, reads) = share_of(config), handed
     cost = sum((layer.cost(share) for layer in members), Cost())
-    sizes = {name: size for layer in members for name, size in makes(layer, share).items()}
-    fixed = {name for layer in members for name in handing(layer).without_grad}
-    trips = {name: trip._replace(bytes=sizes.get(trip.becomes, 0)) for name, trip in handed.trips.items()}
     names = [layer.name for layer in members]
     name = names[0] if len(names) == 1 else f"{names[0]}..{names[-1].rsplit('.', 1)[-1]}"
     sent = {phase: dict[str, Traffic]() for phase in (*PHASES[Op.RECOMPUTE], *PHASES[Op.BACKWARD])}
@@ -350,9 +339,7 @@ def _compute_unit(config: Config, members: Sequence[Layer], run: tuple[int, int]
                        for phase, axes in sent.items()} for what in ("bytes", "rings"))
     return ComputeUnit(name, run, 0, (), cost.kernels, cost.saved_bytes(config.pieces),
                        cost.operands, traffic, rings=rings,
-                       makes=tuple(Handed(name, sizes[name], name not in fixed, trips.get(name))
-                                   for name in handed.makes),
-                       reads=handed.reads,
+                       makes=makes, reads=reads,
                        loss=any(layer.loss for layer in members), adds=all(layer.adds for layer in members),
                        output=passes(members[-1], share),
                        again=tuple(kernel for kernel in cost.kernels if kernel.piece in config.pieces))

@@ -15,12 +15,12 @@ from threed.prediction.prices import Prices, Travel
 from threed.program.buffers import lowered
 from threed.program.effects import effects
 from threed.program.entries import ComputeUnit
-from threed.program.handed import depends, move_of
 from threed.program.instruction import COMPUTE, PARTS, PHASES, Instruction, Op, Tier, without_microbatch
 from threed.program.plan import Plan
 from threed.program.simulate import Costs, cost_of
 from threed.program.table import Table
 from threed.program.traffic import moved_by, sent_by
+from threed.program.trips import depends, trip_of
 from threed.program.walk import Cost
 from threed.spec.kernels import FROZEN, Product
 
@@ -59,7 +59,7 @@ def cost(plan: Plan, hardware: Hardware, measured: Costs | None = None, imbalanc
             added_s = max(0.0, compute.added(size) - copied_s) if times > 1 else 0.0
             return copied_s + (1 - 1 / max(1, times)) * added_s
         sent_s = travel.seconds(position, instruction)
-        by_counts = busiest and op == Op.EXCHANGE and move_of(instruction, table).counts
+        by_counts = busiest and op == Op.EXCHANGE and trip_of(instruction, table).counts
         return sent_s * imbalance if by_counts else sent_s
 
     def seconds(position: int, instruction: Instruction) -> float:
@@ -79,10 +79,9 @@ def cost(plan: Plan, hardware: Hardware, measured: Costs | None = None, imbalanc
 def uneven(table: Table) -> dict[int, int]:
     """Units that compute rows whose number depends on other ranks -> the ranks of which they come."""
     units = table.units
-    return {index: made.trip.ranks for index, unit in enumerate(units) for read in unit.reads
+    return {index: made.ranks for index, unit in enumerate(units) for read in unit.reads
             for made in units[read.unit].makes
-            if made.trip and made.trip.ranks > 1 and made.trip.becomes == read.name
-            and depends(made, units[read.unit])}
+            if made.ranks > 1 and made.becomes == read.name and depends(made, units[read.unit])}
 
 
 @remembered(lambda *about: about)

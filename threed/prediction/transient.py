@@ -183,11 +183,12 @@ def _came(table: Table, slots: Slots, slot: Slot) -> torch.Tensor | None:
     one; None of other slots."""
     for made in table.units[slot.unit].makes if slot.unit >= 0 else ():
         source = slot._replace(kind=made.name)
-        if made.trip is None or source not in slots:
+        if not made.over or source not in slots:
             continue
         left = slots.get(source)
-        if slot.kind == made.trip.becomes:
-            rows = made.trip.bytes // (left.itemsize * left.shape[1:].numel())  # as many as the plan counts
+        if slot.kind == made.becomes:
+            # as many rows as the plan counts
+            rows = made.arriving_bytes // (left.itemsize * left.shape[1:].numel())
             return left.new_zeros((rows, *left.shape[1:]))
         if slot.kind == gradient_kind(made.name):
             return torch.zeros_like(left)

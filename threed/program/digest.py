@@ -9,7 +9,7 @@ from dataclasses import fields
 from operator import itemgetter, mod
 from typing import Any, NamedTuple
 
-from threed.program.entries import ComputeUnit, ParameterUnit
+from threed.program.entries import ComputeUnit, MadeTensor, ParameterUnit
 from threed.program.instruction import MICROBATCH_AT, Instruction, without_microbatch
 from threed.program.settings import WHOLE_MESSAGES, UpdateSettings
 
@@ -62,8 +62,16 @@ def _values(entry: Any) -> dict[str, Any]:
     if isinstance(entry, ComputeUnit):  # what was there first was a running softmax: its bytes
         output = values.pop("output")
         values["running_bytes"] = (output and (list(output) if output[2] else output[0])) or 0
-        values["makes"], values["reads"] = [*map(_first, entry.makes)], [*map(_first, entry.reads)]
+        values["makes"], values["reads"] = [*map(_made, entry.makes)], [*map(_first, entry.reads)]
     return values
+
+
+def _made(tensor: MadeTensor) -> list[Any]:
+    """How a tensor travels was one field, the last."""
+    if not tensor.over:
+        return _first(tensor)
+    way = tensor.becomes, tensor.over, tensor.by, tensor.ranks, tensor.arriving_bytes, tensor.counts
+    return [tensor.name, tensor.bytes, tensor.grad, way]
 
 
 def _first(entry: Any) -> list[Any]:

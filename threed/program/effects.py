@@ -12,13 +12,14 @@ through slots and their memory (`order`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import compress, product
+from itertools import product
 from typing import NamedTuple
 
 from threed.base.mesh import GROUPS
-from threed.program.handed import move_of, passed
+from threed.program.entries import MadeTensor, ReadTensor, gradient_of
 from threed.program.instruction import PARTS, WHOLES, WORDS, Instruction, Op, Slot, Tier
 from threed.program.table import Table
+from threed.program.trips import trip_of
 
 
 class Effects(NamedTuple):
@@ -79,53 +80,73 @@ def _computes(item: Instruction, table: Table) -> None:
 def _forward(item: Instruction, table: Table, _: int) -> Effects:
     _computes(item, table)
     unit, microbatch = item.turn
-    tensors = passed(item, table)
+    reads = _reads(item, table)
     before = _slots("act", unit - 1, microbatch, unit > 0)
     after = _slots("act", unit, microbatch, unit < table.last)
     forward_only, made = item.keep in ("none", "logits"), item.keep == "logits"
     saved = _slots("kept" if item.keep == "input" else "saved", unit, microbatch, not forward_only)
     saved += _slots("logits", unit, microbatch, made and table.makes_logits(unit))
-    unused = tensors.spent if item.keep == "all" else ()
-    if forward_only:
-        unused = compress(tensors.reads, [read.last for read in table.units[unit].reads])
+    unused = [slot for slot, read in reads
+              if (read.last if forward_only else read.spent and item.keep == "all")]
     loss = (Slot("loss"),) if table.units[unit].loss and not made else ()
-    return Effects("compute", (*_params(table, unit), *before, *tensors.reads),
-                   (*after, *saved, *tensors.makes), adds=loss,
+    return Effects("compute", (*_params(table, unit), *before, *(slot for slot, _ in reads)),
+                   (*after, *saved, *(slot for slot, _ in _makes(item, table))), adds=loss,
                    frees=(*before, *unused), groups=table.groups_of(item))
 
 
 def _recompute(item: Instruction, table: Table, _: int) -> Effects:
     _computes(item, table)
     unit, microbatch = item.turn
-    kept, tensors = (Slot("kept", unit, microbatch),), passed(item, table)
-    return Effects("compute", (*_params(table, unit), *kept, *tensors.reads, *tensors.fixed),
+    kept, makes, reads = (Slot("kept", unit, microbatch),), _makes(item, table), _reads(item, table)
+    fixed = [slot for slot, made in makes if not made.grad]
+    again = [slot for slot, made in makes if made.grad and not made.leaves]
+    spent = [slot for slot, read in reads if read.spent]
+    return Effects("compute", (*_params(table, unit), *kept, *(slot for slot, _ in reads), *fixed),
                    (Slot("saved", unit, microbatch),),
-                   updates=tensors.again, frees=(*kept, *tensors.spent), groups=table.groups_of(item))
+                   updates=(*again,), frees=(*kept, *spent), groups=table.groups_of(item))
 
 
 def _backward(item: Instruction, table: Table, _: int) -> Effects:
     """BACKWARD, and BACKWARD_INPUT, which leaves the weights' gradients to BACKWARD_WEIGHT."""
     _computes(item, table)
     unit, microbatch = item.turn
-    tensors = passed(item, table)
+    makes, reads = _makes(item, table), _reads(item, table)
     used = (Slot("saved", unit, microbatch), *_slots("grad", unit, microbatch, unit < table.last))
-    used += (*tensors.held, *tensors.made_gradients)  # their readers ran backward before this unit
-    reads, adds = (*_params(table, unit), *used, *tensors.stays), tensors.read_gradients
+    used += tuple(slot for slot, made in makes if not made.leaves)
+    used += tuple(slot._replace(kind=made.becomes) for slot, made in makes if made.over and not made.grad)
+    # readers of what it makes ran backward before this unit
+    used += tuple(gradient_of(slot) for slot, made in makes if made.grad)
+    adds = tuple(gradient_of(slot) for slot, read in reads if read.grad)
+    stays = [slot for slot, read in reads if not read.spent]
     writes = _slots("grad", unit - 1, microbatch, unit > 0)
     if item.op == Op.BACKWARD:
         adds = (*_wgrads(table, unit), *adds)
     else:
         writes = (*writes, Slot("operands", unit, microbatch))
     # What came is an operand of weights' gradients, too.
-    came = tensors.came if item.op == Op.BACKWARD else ()
-    return Effects("compute", reads, writes, adds=adds, frees=(*used, *came), groups=table.groups_of(item))
+    came = _came(item, table) if item.op == Op.BACKWARD else ()
+    return Effects("compute", (*_params(table, unit), *used, *stays), writes, adds=adds,
+                   frees=(*used, *came), groups=table.groups_of(item))
 
 
 def _backward_weight(item: Instruction, table: Table, _: int) -> Effects:
     _computes(item, table)
-    operands = (Slot("operands", item.unit, item.microbatch), *passed(item, table).came)
+    operands = (Slot("operands", item.unit, item.microbatch), *_came(item, table))
     return Effects("compute", operands, adds=_wgrads(table, item.unit), frees=operands,
                    groups=table.groups_of(item))
+
+
+def _makes(item: Instruction, table: Table) -> list[tuple[Slot, MadeTensor]]:
+    return [(Slot(made.name, *item.turn), made) for made in table.units[item.unit].makes]
+
+
+def _reads(item: Instruction, table: Table) -> list[tuple[Slot, ReadTensor]]:
+    return [(Slot(read.name, read.unit, item.microbatch), read) for read in table.units[item.unit].reads]
+
+
+def _came(item: Instruction, table: Table) -> list[Slot]:
+    """What came from other ranks, and backward reads for the last time."""
+    return [slot for slot, read in _reads(item, table) if read.came and not read.spent]
 
 
 def _slots(kind: str, unit: int, microbatch: int, exists: bool) -> tuple[Slot, ...]:
@@ -178,9 +199,9 @@ def _cut(item: Instruction, table: Table) -> Effects:
 
 
 def _travel(item: Instruction, table: Table) -> Effects:
-    move = move_of(item, table)
-    return Effects(GROUPS[item.group].lane, (move.source, *move.counts), (move.target,),
-                   frees=(move.source,) if move.handed.grad else (), groups=(item.group,))
+    trip = trip_of(item, table)
+    return Effects(GROUPS[item.group].lane, (trip.source, *trip.counts), (trip.target,),
+                   frees=(trip.source,) if trip.tensor.grad else (), groups=(item.group,))
 
 
 # ---- parameters and gradients

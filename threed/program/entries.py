@@ -5,42 +5,38 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from threed.program.instruction import Tier
+from threed.program.instruction import Slot, Tier
 from threed.spec.kernels import Kernel
 from threed.spec.parameter import Outflow
 
 
-class Trip(NamedTuple):
-    """How a handed tensor travels to other ranks of its position, and its gradient back."""
+class MadeTensor(NamedTuple):
+    """A tensor, besides its output, that a unit makes for later units of its stage. It may travel to other
+    ranks of its position before they read it (spec.travel)."""
 
-    becomes: str  # kind of the slot of what arrives, which later units read
-    over: str  # group
-    by: str  # op: GATHER (back: REDUCE) or EXCHANGE (back: the same)
-    ranks: int  # of the group
-    bytes: int  # of what arrives, as the plan counts it
+    name: str  # the kind of its slot; that of its gradient's has a g before the name
+    bytes: int
+    grad: bool = True  # False: no gradient belongs to it, and its maker's RECOMPUTE reads it
+    # Where it travels:
+    becomes: str = ""  # kind of the slot of what arrives, which later units read
+    over: str = ""  # the group; empty: it stays on its rank
+    by: str = ""  # op: GATHER (back: REDUCE) or EXCHANGE (back: the same)
+    ranks: int = 1  # of the group
+    arriving_bytes: int = 0  # as the plan counts them
     # EXCHANGE: (tensor, how many units before this one its maker is) of the rows that a rank gives to each,
     # and takes of each; none: equally many.
     counts: tuple[tuple[str, int], ...] = ()
-
-
-class Handed(NamedTuple):
-    """A tensor, besides its output, that a unit makes for later units of its stage. `name` is the kind of its
-    slot; the kind of its gradient's slot has a g before the name."""
-
-    name: str
-    bytes: int
-    grad: bool = True  # False: no gradient belongs to it, and its maker's RECOMPUTE reads it
-    trip: Trip | None = None
 
     @property
     def leaves(self) -> bool:
         """Whether it is freed when it has travelled. (What has no gradient stays until its maker's
         BACKWARD.)"""
-        return self.trip is not None and self.grad
+        return self.over != "" and self.grad
 
 
-class Read(NamedTuple):
-    """A handed tensor that a unit reads, or what it has become. Every reader adds to its gradient."""
+class ReadTensor(NamedTuple):
+    """A tensor of an earlier unit that a unit reads, or what it has become. Every reader adds to its
+    gradient."""
 
     name: str
     unit: int  # the unit that makes it
@@ -75,8 +71,8 @@ class ComputeUnit:
     # Likewise -> how many rings they are: 1 for an all-gather or a reduce-scatter, 2 for an all-reduce
     rings: dict[str, dict[str, int]] = field(default_factory=dict)
     recompute: bool = False  # whether FORWARD keeps only its input, and RECOMPUTE computes the rest again
-    makes: tuple[Handed, ...] = ()
-    reads: tuple[Read, ...] = ()
+    makes: tuple[MadeTensor, ...] = ()
+    reads: tuple[ReadTensor, ...] = ()
     loss: bool = False  # whether it adds to the loss; the last unit does, and has no other output
     adds: bool = False  # whether it only adds to its input: it keeps nothing, and passes its gradient on
     output: Outflow | None = None  # None: the residual stream
@@ -111,5 +107,10 @@ class ParameterUnit:
 
 
 def gradient_kind(name: str) -> str:
-    """The kind of the slot in which the gradient of a handed tensor is added up."""
+    """The kind of that slot, by the tensor's name."""
     return f"g{name}"
+
+
+def gradient_of(slot: Slot) -> Slot:
+    """The slot in which the gradient of a handed tensor is added up."""
+    return slot._replace(kind=gradient_kind(slot.kind))

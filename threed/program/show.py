@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 
 from threed.base.quantity import many
 from threed.program.analysis import Analysis
-from threed.program.handed import move_of
 from threed.program.instruction import COMPUTE, Instruction, Op
 from threed.program.plan import Plan
 from threed.program.table import Table
+from threed.program.trips import trip_of
 from threed.program.walk import Cost, Mode, Walk, walk
 
 _LETTERS = {Op.FORWARD: "F", Op.RECOMPUTE: "R", Op.BACKWARD: "B", Op.BACKWARD_INPUT: "B",
@@ -30,10 +30,8 @@ def unit_cost(table: Table) -> Cost:
         if instruction.op in COMPUTE:
             whole = 2.0 if instruction.op == Op.BACKWARD else 1.0
             return whole / counts[table.units[instruction.unit].stage]
-        if instruction.op == Op.EXCHANGE and (move := move_of(instruction, table)).handed.leaves:
-            trip = move.handed.trip
-            alone = trip is None or trip.ranks == 1
-            return 0.0 if alone else 1.0 / exchanges[table.units[instruction.unit].stage]
+        if instruction.op == Op.EXCHANGE and (made := trip_of(instruction, table).tensor).leaves:
+            return 0.0 if made.ranks == 1 else 1.0 / exchanges[table.units[instruction.unit].stage]
         return 0.0
 
     return cost
@@ -57,7 +55,7 @@ def grid(analysis: Analysis, name: str = "train", most: int = 160, columns: int 
             if item.op in COMPUTE:
                 lanes[f"pp{position}"].append((f"{_LETTERS[item.op]}{item.microbatch}", start, end))
             elif item.op == Op.EXCHANGE and end > start:
-                letter = "B" if move_of(item, analysis.table).back else "F"
+                letter = "B" if trip_of(item, analysis.table).back else "F"
                 lanes.setdefault(f"  {item.group}", []).append((f"{letter}{item.microbatch}", start, end))
         rows += [(lane, _cells(drawn, analysis.table.pair is not None)) for lane, drawn in lanes.items()]
     longest = max(max(cells, default=0) + 1 for _, cells in rows)
@@ -101,7 +99,7 @@ def legend(plan: Plan, name: str = "train") -> str:
     texts = {Op.FORWARD: "a forward of a stage drawn as 1", Op.BACKWARD: "a backward as 2",
              Op.BACKWARD_INPUT: "each half of a split backward as 1: B the input's gradient, W the weights'",
              Op.EXCHANGE: "all exchanges of a forward or a backward as 1, below the positions"}
-    far = any(each.trip and each.trip.ranks > 1 for unit in plan.table.units for each in unit.makes)
+    far = any(each.ranks > 1 for unit in plan.table.units for each in unit.makes)
     return ", ".join(text for op, text in texts.items() if op in ops and (far or op != Op.EXCHANGE))
 
 

@@ -112,7 +112,7 @@ class Table:
         """Kinds of slots of the tensors that units hand on, and of their gradients -> the tensor's name."""
         made = [each for unit in self.units for each in unit.makes]
         handed = {name: each.grad for each in made
-                  for name in (each.name, *([each.trip.becomes] if each.trip else []))}
+                  for name in (each.name, *([each.becomes] if each.over else []))}
         return {**{name: name for name in handed},
                 **{gradient_kind(name): name for name, grad in handed.items() if grad}}
 
@@ -150,8 +150,8 @@ class Table:
         for handed in unit.makes:
             if slot.kind in (handed.name, gradient_kind(handed.name)):
                 return handed.bytes
-            if handed.trip and slot.kind in (handed.trip.becomes, gradient_kind(handed.trip.becomes)):
-                return handed.trip.bytes
+            if handed.over and slot.kind in (handed.becomes, gradient_kind(handed.becomes)):
+                return handed.arriving_bytes
         if slot.kind == "logits":
             return self.logits.bytes[slot.unit] if self.logits else 0
         return {"saved": unit.saved_bytes, "operands": unit.operand_bytes}[slot.kind]

@@ -9,9 +9,9 @@ from __future__ import annotations
 from threed.base.mesh import GROUPS
 from threed.base.quantity import add_up, ring
 from threed.program.entries import ParameterUnit, Reduction
-from threed.program.handed import move_of
 from threed.program.instruction import COMPUTE, PARTS, Instruction, Op, Tier
 from threed.program.table import Table
+from threed.program.trips import trip_of
 
 
 def sent_by(table: Table, instruction: Instruction) -> dict[str, int]:
@@ -38,11 +38,10 @@ def _of_slot(table: Table, instruction: Instruction) -> int:
     """Of an exchange: the bytes that leave, if all ranks get equally many."""
     if instruction.kind in PARTS:
         return ring(table.size(instruction.slot), table.cut_over(instruction.kind)[1])
-    move = move_of(instruction, table)
-    assert move.handed.trip is not None
-    trip = move.handed.trip
+    made = trip_of(instruction, table).tensor
     # Where rows go by counts, one of both sizes is the most that there may be: the other one is expected.
-    return ring(min(move.handed.bytes, trip.bytes) if trip.by == Op.EXCHANGE else trip.bytes, trip.ranks)
+    rows = min(made.bytes, made.arriving_bytes) if made.by == Op.EXCHANGE else made.arriving_bytes
+    return ring(rows, made.ranks)
 
 
 def _reduced_bytes(table: Table, unit: ParameterUnit, step: Reduction) -> int:

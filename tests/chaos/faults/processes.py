@@ -15,9 +15,9 @@ from tests.chaos.sister import EXPERTS, STEPS, Sister, in_ranks, patch
 from tests.chaos.trial import Fault, Instant, Trial, send
 from threed.engine.engine import Engine
 from threed.features.travel.run import TravelRun
-from threed.program.handed import Move
 from threed.program.instruction import Instruction, Op, Slot
 from threed.program.slots import Slots
+from threed.program.trips import Trip
 
 KILLED = r"was killed by SIGKILL|was killed \(SIGKILL|exit status -9|ended with exit status 137"
 
@@ -133,20 +133,20 @@ def kill_in_exchange(trial: Trial) -> Fault:
     kind = rng.choice(["counts", "routed", "answers", "greturned", "garrived"])
 
     def taken(original: Callable[..., Any]) -> Callable[..., Any]:
-        def take(self: TravelRun, move: Move, op: Op, group: Any, *others: Any) -> Any:
-            here = step_of[0] == step and self.comm.rank == rank and move.source.kind == kind
+        def take(self: TravelRun, trip: Trip, op: Op, group: Any, *others: Any) -> Any:
+            here = step_of[0] == step and self.comm.rank == rank and trip.source.kind == kind
             if not here or trial.marker.exists():
-                return original(self, move, op, group, *others)
+                return original(self, trip, op, group, *others)
 
             def die(*_: Any) -> None:
-                trial.strike(f"EXCHANGE {move.source}")
+                trial.strike(f"EXCHANGE {trip.source}")
                 os.kill(os.getpid(), signal.SIGKILL)
 
             if not inside:
                 die()
             exchange = group._exchange
             group._exchange = lambda *given: die(exchange(*given))
-            return original(self, move, op, group, *others)
+            return original(self, trip, op, group, *others)
 
         return take
 

@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 from threed.base.errors import PlanError
 from threed.program.forms import Forms
-from threed.program.handed import leaving, move_of
 from threed.program.instruction import COMPUTE, Instruction, Op, Programs
 from threed.program.pairs import cost_in_pair
 from threed.program.table import Table
+from threed.program.trips import leaving, trip_of
 from threed.schedules.orders import Order
 
 _OPS = {"B": Op.BACKWARD, "I": Op.BACKWARD_INPUT, "W": Op.BACKWARD_WEIGHT}
@@ -116,7 +116,7 @@ def _passing(program: Sequence[Instruction], table: Table, position: int) -> lis
     behind = {form: leaving(form.item, table) if costs and form.item.op in COMPUTE else []
               for form in dict.fromkeys(forms)}
     travelled = {(slot.kind, slot.unit) for items in behind.values() for slot in
-                 (move_of(item, table).target for item in items)}
+                 (trip_of(item, table).target for item in items)}
     for form, items in behind.items():
         item, takes = form.item, 0.0
         if item.op in COMPUTE:
@@ -127,7 +127,7 @@ def _passing(program: Sequence[Instruction], table: Table, position: int) -> lis
         reads += tuple((slot.kind, slot.unit) for slot in form.effect.reads
                        if (slot.kind, slot.unit) in travelled)
         readers = tuple(table.position(unit + (kind == "act")) for kind, unit in writes)
-        moves = [(move_of(each, table).target, each) for each in items]
+        moves = [(trip_of(each, table).target, each) for each in items]
         known[form] = _Passing(takes, reads, tuple(zip(writes, readers, strict=True)), tuple(
             ((slot.kind, slot.unit), each.group, cost_in_pair(each, table)) for slot, each in moves))
     return [known[form] for form in forms]

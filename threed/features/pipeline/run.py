@@ -24,7 +24,7 @@ from threed.features.pipeline.feed import Feed
 from threed.models.layers.base import Layer, Out
 from threed.models.layers.handing import handing
 from threed.models.tiling import layers_of, new_layers, share_of
-from threed.program.handed import gradient_of
+from threed.program.entries import gradient_of
 from threed.program.instruction import WHOLES, Instruction, Op, Slot
 from threed.program.slots import Slots
 from threed.program.table import Table
@@ -204,7 +204,7 @@ class PipelineRun:
             if not again or (each.grad and not each.leaves):
                 value = output.makes[each.name].detach()
                 slots.put(Slot(each.name, unit, microbatch),
-                          value if each.trip is None else self.runner.leaving(value))
+                          self.runner.leaving(value) if each.over else value)
         return output, saved
 
     @torch.no_grad()

@@ -7,14 +7,15 @@ from dataclasses import dataclass
 
 import torch
 
-from threed.program.handed import Move, depends
 from threed.program.table import Table
+from threed.program.trips import Trip, depends
 
 
 @dataclass
 class Arrivals:
-    """Of the exchanges since `begin` whose counts have come from other ranks, too. As many rows leave as the
-    plan says, if none is dropped; of balanced ranks as many come; there is room for `Trip.bytes`."""
+    """Load statistics of the exchanges since `begin` whose counts other ranks have sent. As many rows leave
+    as the plan says, unless some are dropped; of balanced ranks as many arrive. The plan has room for
+    `MadeTensor.arriving_bytes`."""
 
     table: Table
     imbalance: float = 0.0  # most rows that came in an exchange, over those of balanced ranks; 0: no exchange
@@ -29,21 +30,20 @@ class Arrivals:
         self.beyond = self.chosen = self.dropped = 0
         self.worst = ""
 
-    def add(self, move: Move, takes: torch.Tensor, leaves: int, row_bytes: int) -> None:
+    def add(self, trip: Trip, takes: torch.Tensor, leaves: int, row_bytes: int) -> None:
         """`takes` [ranks, ...]: the rows that come; `leaves`: those that leave."""
-        trip = move.handed.trip
-        if trip is None or not depends(move.handed, self.table.units[move.source.unit]):
+        made, maker = trip.tensor, self.table.units[trip.source.unit]
+        if not depends(made, maker):
             return
-        each, balanced = takes.sum(0), max(move.handed.bytes // max(row_bytes, 1), leaves, 1)
-        rows, room = int(each.sum()), max(trip.bytes // max(row_bytes, 1), 1)
+        each, balanced = takes.sum(0), max(made.bytes // max(row_bytes, 1), leaves, 1)
+        rows, room = int(each.sum()), max(made.arriving_bytes // max(row_bytes, 1), 1)
         self.chosen, self.dropped = self.chosen + balanced, self.dropped + balanced - leaves
         self.load = max(self.load, int(each.max()) * len(each) / balanced)
         self.beyond += rows > room
         if rows / balanced > self.imbalance:
             self.imbalance = rows / balanced
-            unit = self.table.units[move.source.unit].name
-            self.worst = (f"{rows} rows of '{trip.becomes}' came from {unit} in micro-batch "
-                          f"{move.source.microbatch}, {self.imbalance:.2f} times the {balanced} of balanced "
+            self.worst = (f"{rows} rows of '{made.becomes}' came from {maker.name} in micro-batch "
+                          f"{trip.source.microbatch}, {self.imbalance:.2f} times the {balanced} of balanced "
                           f"ranks; the plan has room for {room}")
 
     def advice(self, error: Exception) -> str:

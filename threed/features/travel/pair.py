@@ -16,11 +16,11 @@ from itertools import groupby, pairwise
 from typing import NamedTuple
 
 from threed.program.effects import Effects, effects
-from threed.program.handed import leaving
 from threed.program.instruction import BACKWARDS, COMPUTE, Instruction, Op, Programs, Slot
 from threed.program.link import follow
 from threed.program.pairs import cost_in_pair
 from threed.program.table import Table
+from threed.program.trips import leaving
 from threed.schedules.arrange import LaneTask, arrange
 from threed.schedules.orders import Task, needs
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from itertools import product
 
-from threed.program.handed import leaving
 from threed.program.instruction import COMPUTE, Instruction, Programs, insert
 from threed.program.table import Table
+from threed.program.trips import leaving
 
 
 def travel(programs: Programs, table: Table) -> Programs:

@@ -13,10 +13,11 @@ from threed.comm.group import Comm, Group
 from threed.comm.lanes import Job
 from threed.devices import device_of
 from threed.features.travel.arrivals import Arrivals
-from threed.program.handed import Move, gradient_of, move_of
+from threed.program.entries import gradient_of
 from threed.program.instruction import Instruction, Op, Slot
 from threed.program.slots import Late, Slots
 from threed.program.table import Table
+from threed.program.trips import Trip, trip_of
 
 Rows = tuple[list[int], list[int]]  # that a rank gives to each of a group, and takes of each
 
@@ -27,7 +28,7 @@ class TravelRun:
         self.arrivals = Arrivals(table)
         # What has left by counts -> its rows, which the host knows when its gradient comes back.
         self._rows: dict[Slot, Rows] = {}
-        self._moves: dict[Instruction, Move] = {}
+        self._trips: dict[Instruction, Trip] = {}
 
     def handlers(self) -> dict[Op, Callable[[Instruction, Slots], Job | None]]:
         return dict.fromkeys((Op.GATHER, Op.REDUCE, Op.EXCHANGE), self.move)
@@ -35,12 +36,12 @@ class TravelRun:
     def move(self, instruction: Instruction, slots: Slots) -> Job | None:
         """The job that takes a tensor to other ranks. How many rows come may be known only when it runs: on a
         GPU the host waits for the counts then."""
-        move, group = self._moves.get(instruction), self.comm.groups[instruction.group]
-        if move is None:
-            move = self._moves[instruction] = move_of(instruction, self.table)
-        value, came = slots.get(move.source), Late()
-        counts = [slots.late(slot) for slot in move.counts]
-        slots.put(move.target, came)
+        trip, group = self._trips.get(instruction), self.comm.groups[instruction.group]
+        if trip is None:
+            trip = self._trips[instruction] = trip_of(instruction, self.table)
+        value, came = slots.get(trip.source), Late()
+        counts = [slots.late(slot) for slot in trip.counts]
+        slots.put(trip.target, came)
         # What comes is freed by the computation: its memory is of that stream.
         stream = self.device.current_stream() if self.device.asynchronous else None
 
@@ -49,7 +50,7 @@ class TravelRun:
                 return value.new_empty((rows, *value.shape[1:]))
 
         def job() -> None:
-            came.value = self._taken(move, instruction.op, group, value, counts, empty)
+            came.value = self._taken(trip, instruction.op, group, value, counts, empty)
             for tensor in (value, came.value):
                 self.device.in_use(tensor)
 
@@ -58,14 +59,14 @@ class TravelRun:
             return None
         return job
 
-    def _taken(self, move: Move, op: Op, group: Group, value: torch.Tensor,
+    def _taken(self, trip: Trip, op: Op, group: Group, value: torch.Tensor,
                counts: list[Callable[[], torch.Tensor]],
                empty: Callable[[int], torch.Tensor]) -> torch.Tensor:
         """What comes of the other ranks, when it is there (on a GPU: for the current stream)."""
         size = group.size()
         if not value.dim():
-            raise self._wrong(move, ", but it is a number and must have rows", f"{value.item():g}")
-        gives, takes = self._counted(move, counts, value, size) if op == Op.EXCHANGE else ([], [])
+            raise self._wrong(trip, ", but it is a number and must have rows", f"{value.item():g}")
+        gives, takes = self._counted(trip, counts, value, size) if op == Op.EXCHANGE else ([], [])
         if size == 1:
             return value.contiguous()
         if op == Op.GATHER:
@@ -80,36 +81,35 @@ class TravelRun:
         group.exchange(came, value.contiguous(), gives, takes).wait()
         return came
 
-    def _counted(self, move: Move, counts: list[Callable[[], torch.Tensor]], value: torch.Tensor,
+    def _counted(self, trip: Trip, counts: list[Callable[[], torch.Tensor]], value: torch.Tensor,
                  size: int) -> Rows:
         """The rows of an exchange. RunError where they are not those of the tensor."""
         rows = len(value)
         if not counts:
             if rows % size:
-                raise self._wrong(move, f", equally many rows to each of {size} ranks: send a multiple, or "
+                raise self._wrong(trip, f", equally many rows to each of {size} ranks: send a multiple, or "
                                   "say how many rows each gets (gives, takes)", f"{rows} rows")
             return [rows // size] * size, [rows // size] * size
-        if move.back:
-            takes, gives = self._rows.pop(move.target)
+        if trip.back:
+            takes, gives = self._rows.pop(trip.target)
             return gives, takes
         known = []
-        for (name, _), count in zip(move.handed.trip.counts if move.handed.trip else (), counts, strict=True):
+        for (name, _), count in zip(trip.tensor.counts, counts, strict=True):
             each = count().cpu()
             if not each.dim() or len(each) != size or each.dtype != torch.int64 or (each < 0).any():
-                raise self._wrong(move, f" by the counts '{name}', which must be {size} whole numbers "
+                raise self._wrong(trip, f" by the counts '{name}', which must be {size} whole numbers "
                                   "of at least 0, one a rank of the group", f"they are {each.tolist()}")
             known.append(each.reshape(size, -1))
         gives, takes = (list(map(sum, each.tolist())) for each in known)
         if sum(gives) != rows:
-            raise self._wrong(move, ", but not as many rows as the counts say: send as many",
+            raise self._wrong(trip, ", but not as many rows as the counts say: send as many",
                               f"{rows} rows, and {gives} for the ranks are {sum(gives)},")
-        self._rows[gradient_of(move.source)] = gives, takes
-        self.arrivals.add(move, known[1], rows, value.itemsize * value.shape[1:].numel())
+        self._rows[gradient_of(trip.source)] = gives, takes
+        self.arrivals.add(trip, known[1], rows, value.itemsize * value.shape[1:].numel())
         return gives, takes
 
-    def _wrong(self, move: Move, what: str, seen: str) -> RunError:
+    def _wrong(self, trip: Trip, what: str, seen: str) -> RunError:
         """The first line is the same wherever it happens, so that a repetition is known as one."""
-        trip = move.handed.trip
-        return RunError(f"layer {self.table.units[move.source.unit].name} sends '{move.handed.name}' over "
-                        f"{trip.over if trip else ''}{what}\n  {seen} on rank {self.comm.rank} "
-                        f"({self.comm.here}), in micro-batch {move.source.microbatch}")
+        return RunError(f"layer {self.table.units[trip.source.unit].name} sends '{trip.tensor.name}' over "
+                        f"{trip.tensor.over}{what}\n  {seen} on rank {self.comm.rank} "
+                        f"({self.comm.here}), in micro-batch {trip.source.microbatch}")

@@ -251,7 +251,7 @@ def test_threads_of_a_step_on_the_host(monkeypatch, cpus, hosts, threads):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
 
     def comm(device: str) -> Any:
-        return SimpleNamespace(rank=0, device=torch.device(device), exchange=lambda mine: everywhere)
+        return SimpleNamespace(rank=0, device=torch.device(device), all_gather=lambda mine: everywhere)
 
     assert gpu.step_threads(comm("cuda"), hosts) == threads
     assert gpu.step_threads(comm("cpu"), hosts) == 0, "torch's"

@@ -97,7 +97,7 @@ class Rank:
         begin = time.monotonic()
         future: Any = dcp.async_save(tensors, checkpoint_id=path, process_group=self.talk)
         blocked = time.monotonic() - begin
-        while not all(self.comm.exchange(future.done())):
+        while not all(self.comm.all_gather(future.done())):
             steps.append(self.step()[0])
         future.result()
         return Cost(blocked, time.monotonic() - begin, steps, self._clear(path))
@@ -110,7 +110,7 @@ class Rank:
             size = sum(file.stat().st_size for file in path.iterdir())
             shutil.rmtree(path)
             os.sync()
-        self.comm.exchange(None)
+        self.comm.all_gather(None)
         return size
 
     def run(self, pipe: Any) -> None:
@@ -121,7 +121,7 @@ class Rank:
         for ways in (ours, {PEER: self.torch}):
             for _ in range(self.args.rounds):
                 for name, way in ways.items():
-                    self.comm.exchange(None)
+                    self.comm.all_gather(None)
                     pipe.send((name, way()))
             for state in self.engine.states.values():
                 state.snapshot = None

@@ -119,7 +119,7 @@ def serve(rank: int, args: argparse.Namespace, scratch: Path, pipe: Any) -> None
             whole.zero_()
         read = measured("read by a rank", lambda: resume(config, made[0].zero))
         pipe.send((read, build, sum(whole.nbytes for whole in kept)))
-        comm.exchange(None)
+        comm.all_gather(None)
         made[0].close()
     except BaseException:
         pipe.send(traceback.format_exc())

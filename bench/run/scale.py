@@ -59,9 +59,9 @@ class Counting(ProcessComm):
     def _count(self, num_bytes: int) -> None:
         self.calls, self.received = self.calls + 1, self.received + num_bytes
 
-    def exchange(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         self._count((self.mesh.size - 1) * len(pickle.dumps(value)))
-        return super().exchange(value)
+        return super().all_gather(value)
 
     def numbers(self, number: float) -> torch.Tensor:
         self._count(8 * (self.mesh.size - 1))
@@ -136,7 +136,7 @@ def of_a_step(config: Config, analysis: Analysis, comm: ProcessComm) -> dict[str
     meter = Meter(config, analysis, comm, Arrivals(analysis.table), [run])
     meter.begin()
     before, begin = comm.sent["world"], time.thread_time()
-    step = meter.exchange(trace, trace.total_s)
+    step = meter.report(trace, trace.total_s)
     exchanged_s = time.thread_time() - begin
     step._rows[:] = step._rows[comm.rank]
     meter._predicted = [0.0] * comm.mesh.positions  # no prediction: a rank knows its own costs alone here

@@ -24,7 +24,7 @@ def told(rank: int, path: str, count: int) -> list[Any]:
         own = "x" * 1000 * rank if rank % 2 == 0 else None
         gathered = comm.gather(own)
         return [comm.numbers(rank + 0.5).tolist(), [value and len(value) for value in gathered or ()],
-                comm.exchange(rank), comm.broadcast(rank)]
+                comm.all_gather(rank), comm.broadcast(rank)]
     finally:
         comm.close()
 
@@ -104,7 +104,7 @@ def read_by_a_rank(rank: int, path: str, count: int, late: bool) -> int:
 def policies(rank: int, path: str, count: int) -> list[int]:
     comm = ProcessComm(Mesh(dp=count), rank, torch.device("cpu"), 60.0, file_store(path, count))
     try:
-        comm.exchange(rank)
+        comm.all_gather(rank)
         return [os.sched_getscheduler(int(task.name)) for task in Path("/proc/self/task").iterdir()
                 if "gloo" in (task / "comm").read_text()]
     finally:

@@ -116,7 +116,7 @@ def build(rank: int, store: str, config: Config, allowed: int) -> float:
     analysis = analyse(config)
     comm = ProcessComm(make_mesh(config), rank, torch.device("cpu"), TIMEOUT_S,
                        dist.FileStore(store, config.world_size))
-    comm.exchange(None)  # everybody is connected
+    comm.all_gather(None)  # everybody is connected
     ctypes.CDLL(None).malloc_trim(0)  # what was freed before gives no room
     used = next(int(line.split()[1]) << 10 for line in Path("/proc/self/status").read_text().splitlines()
                 if "VmData" in line)
@@ -124,7 +124,7 @@ def build(rank: int, store: str, config: Config, allowed: int) -> float:
     resource.setrlimit(resource.RLIMIT_DATA, (used + allowed, before[1]))
     try:
         engine = Engine(analysis, comm)
-        comm.exchange(None)
+        comm.all_gather(None)
         return engine.train_step(batches(config, comm, 0))[0].loss
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, before)

@@ -54,7 +54,7 @@ class Two:
         self.first = mine
         return mine
 
-    def exchange(self, differs: str) -> list[str]:
+    def all_gather(self, differs: str) -> list[str]:
         return [differs, assemble._difference(1, self.other(self.first), self.first)]
 
 

@@ -42,7 +42,7 @@ def metrics_of(config: Config) -> tuple[list[Metrics], list[list[str]]]:
             engine.rehearse(batches(config, comm, step))  # what it exchanges does not count
             meter.begin()
             _, trace = engine.train_step(batches(config, comm, step))
-            report = meter.exchange(trace, trace.total_s)
+            report = meter.report(trace, trace.total_s)
             values = meter.metrics(report, 1.0)
             metrics.append({name: value for name, value in values.items() if name.startswith("moe/")})
             warnings.append(meter.spread.warnings)

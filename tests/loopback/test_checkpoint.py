@@ -180,7 +180,7 @@ def test_stages_are_entered_together(tmp_path):
             time.sleep(0.001)  # a step; on a busy machine the threads that write take long
             seen = [saver.stage]
             outcome = saver.advance(comm.numbers(saver.status))
-            assert len(set(comm.exchange(saver.stage))) == 1
+            assert len(set(comm.all_gather(saver.stage))) == 1
             if outcome is not None:
                 assert seen[-1] is SaveStage.PUBLISHING and (outcome.path / "manifest.json").exists()
                 return number
@@ -209,9 +209,9 @@ def test_a_rank_that_cannot_write(rank, tmp_path, monkeypatch):
         outcome = saver.drain()
         assert outcome is not None and outcome.problem is not None
         assert f"rank {rank} cannot write to" in outcome.problem and "Input/output error" in outcome.problem
-        comm.exchange(None)
+        comm.all_gather(None)
         fails[0] = False
-        comm.exchange(None)
+        comm.all_gather(None)
         saver.begin(COUNTERS)
         outcome = saver.drain()
         assert outcome is not None and outcome.problem is None

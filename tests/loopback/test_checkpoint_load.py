@@ -120,15 +120,15 @@ def test_nobody_waits_for_what_is_read(tmp_path, monkeypatch):
         read(self, *others)
 
     def work(engine: Engine, comm: Comm) -> str | None:
-        exchange, values = comm.exchange, []
+        all_gather, values = comm.all_gather, []
 
         def counted(value: Any) -> list[Any]:
             values.append(value)
             if values[-6:] == [1.0] * 6:  # of the one that has read
                 often.set()
-            return exchange(value)
+            return all_gather(value)
 
-        comm.exchange = counted
+        comm.all_gather = counted
         resumed = resume(config, engine.zero)
         return resumed.path.name if resumed.path else None
 

@@ -518,15 +518,15 @@ def test_nobody_waits_for_what_is_fetched(tmp_path):
     often = threading.Event()
 
     def work(engine: Engine, comm: Comm) -> str:
-        exchange, counts = comm.exchange, []
+        all_gather, counts = comm.all_gather, []
 
         def counted(value: Any) -> list[Any]:
             counts.append(value)
             if comm.rank == 1 and len(counts) == 3:
                 often.set()
-            return exchange(value)
+            return all_gather(value)
 
-        comm.exchange = counted
+        comm.all_gather = counted
         return _on_first(comm, lambda: "fetched" if often.wait(60) else "too late")
 
     assert on_ranks(at(tmp_path, "parallel.dp=2"), work) == ["fetched", "fetched"]

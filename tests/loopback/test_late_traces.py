@@ -88,7 +88,7 @@ def test_metrics_are_those_of_the_step_before():
         for step in range(4):
             meter.begin()
             _, trace = engine.train_step(batches(config, comm, step))
-            measured = meter.exchange(trace, float(step))
+            measured = meter.report(trace, float(step))
             seen.append(float(measured.column("step_s")))
             waits.append((LateReader.waits, trace.is_late))
         assert seen == [0.0, 0.0, 1.0, 2.0]
@@ -111,7 +111,7 @@ def test_lanes_say_when_they_worked(parameters):
         for step in range(3):
             meter.begin()
             _, trace = engine.train_step(batches(config, comm, step))
-            measured = meter.exchange(trace, 1.0)
+            measured = meter.report(trace, 1.0)
         items = plan.programs["train"][0]
         assert trace.name == "train" and sorted(index for index, *_ in trace.ran) == [
             index for index, item in enumerate(items) if item.op in (Op.OFFLOAD, Op.FETCH, Op.STEP)]
@@ -139,7 +139,7 @@ def test_no_metrics_of_offload_without_it():
         meter = Meter(config, Analysis(plan), comm, engine.arrivals)
         meter.begin()
         _, trace = engine.train_step(batches(config, comm, 0))
-        measured = meter.exchange(trace, 1.0)
+        measured = meter.report(trace, 1.0)
         assert not trace.ran
         assert not [name for name in meter.metrics(measured, 1.0) if name.startswith("offload/")]
 

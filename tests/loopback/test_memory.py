@@ -193,11 +193,11 @@ def test_flat_over_200_steps(stage, schedule):
                     engine.train_step(batches(config, comm, step))
                 peaks.append(peak_of(prof))
             if step in COUNTED:
-                comm.exchange(None)  # all are here, and wait while rank 0 counts
+                comm.all_gather(None)  # all are here, and wait while rank 0 counts
                 if comm.rank == 0:
                     alive = storages(gc.get_objects())
                     counts.append((len(alive), sum(alive.values()), malloc_bytes()))
-                comm.exchange(None)
+                comm.all_gather(None)
         return peaks, counts
 
     gc.collect()

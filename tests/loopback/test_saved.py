@@ -73,7 +73,7 @@ def watch(config: Config, plan: Plan) -> list[Seen]:
         with Alive() as alive:
             data = [fresh(config) for _ in range(config.num_microbatches)]  # which no plan counts
             engine.train_step(data.__getitem__)
-            comm.exchange(None)  # all ranks have taken what was sent to them
+            comm.all_gather(None)  # all ranks have taken what was sent to them
             gc.collect()
             begin = alive.bytes()
 
@@ -87,7 +87,7 @@ def watch(config: Config, plan: Plan) -> list[Seen]:
             engine.handlers = {op: seeing(handler) for op, handler in engine.handlers.items()}
             engine.after = lambda *_: seen.after.append(alive.bytes() - begin)
             engine.train_step(data.__getitem__)
-            comm.exchange(None)
+            comm.all_gather(None)
             assert alive.bytes() == begin, f"left behind:\n{alive.describe()}"
         return seen
 

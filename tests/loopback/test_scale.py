@@ -118,7 +118,7 @@ def metrics_of_a_step(dp: int) -> tuple[int, int]:
     asks: Any = SimpleNamespace(columns=("stop", "save", "saving"), row=lambda: (0.0, 1.0, 0.25))
     meter, steps = Meter(config, Analysis(plan), comm, Arrivals(plan.table), [asks]), []
     meter.begin()
-    lines = lines_of(lambda: steps.append(meter.exchange(trace, trace.total_s)))
+    lines = lines_of(lambda: steps.append(meter.report(trace, trace.total_s)))
     (step,) = steps
     assert step.column("save").any() and not step.column("stop").any()
     assert step.column("saving").nonzero().tolist() == [[comm.rank]] and step.column("saving").sum() == 0.25
@@ -138,7 +138,7 @@ def test_metrics_of_a_step():
 
 
 class Alone(Comm):
-    def exchange(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         return [value]
 
 

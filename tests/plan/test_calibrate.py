@@ -47,8 +47,8 @@ def points(hardware: Hardware, cuda: bool) -> list[Computed]:
 
 
 def measured(hardware: Hardware, cuda: bool, ranks: int) -> list[RankPoints]:
-    sent = [Sent("all-to-alls" if way == "exchange" else "collectives", "", way, size, ranks, ranks, 0.0)
-            for way in ("ring", "all_reduce", "message", "exchange")
+    sent = [Sent("all-to-alls" if way == "all_to_all" else "collectives", "", way, size, ranks, ranks, 0.0)
+            for way in ("ring", "all_reduce", "message", "all_to_all")
             for size in (128, 1 << 14, 1 << 20, 1 << 25)]
     sent = [point._replace(seconds=point.predicted_s(hardware)) for point in sent]
     return [RankPoints("NVIDIA A100-SXM4-80GB" * cuda, points(hardware, cuda), sent if ranks > 1 else [],

@@ -133,11 +133,11 @@ def test_all_to_alls():
     size, node, two = 10**9, GroupPlace(range(8), 8), GroupPlace(range(16), 8)
     inside, outside = A100.node_gbps / 8e-9 * A100.node_efficiency, 100e9 * A100.adapter_efficiency
     travel, slow = Travel(A100), Travel(replace(A100, exchange_efficiency=0.5))
-    assert travel.exchange(size, node) == pytest.approx(size / inside, 0.01)
-    assert travel.exchange(size, two) == pytest.approx(8 * size * 8 / 15 / outside, 0.01)
+    assert travel.all_to_all(size, node) == pytest.approx(size / inside, 0.01)
+    assert travel.all_to_all(size, two) == pytest.approx(8 * size * 8 / 15 / outside, 0.01)
     for place in (node, two):
-        assert slow.exchange(size, place) == pytest.approx(2 * travel.exchange(size, place), 0.01)
-        assert slow.exchange(1, place) == pytest.approx(travel.exchange(1, place), 0.01)
+        assert slow.all_to_all(size, place) == pytest.approx(2 * travel.all_to_all(size, place), 0.01)
+        assert slow.all_to_all(1, place) == pytest.approx(travel.all_to_all(1, place), 0.01)
         assert slow.ring(size, place) == travel.ring(size, place)
         assert slow.all_reduce(size, place) == travel.all_reduce(size, place)
 

@@ -130,7 +130,7 @@ def test_a_run_is_refused_before_anything_is_allocated(monkeypatch):
 
     def comm() -> Any:
         return SimpleNamespace(mesh=mesh, rank=0, device=torch.device("cpu"), broadcast=lambda value: value,
-                               exchange=lambda mine: [10 * need, 10 * need, mine, mine])
+                               all_gather=lambda mine: [10 * need, 10 * need, mine, mine])
 
     size = 2 * need
     hosts = ["a", "a", "b", "b"]

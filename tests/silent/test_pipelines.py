@@ -92,7 +92,7 @@ def connected(rank: int, path: str, config: Config) -> tuple[int, int]:
     try:
         comm.open_channels(channel_pairs(plan))
         made = len({name for name, group in comm.groups.items() if group.size() > 1}) + len(comm.channels)
-        comm.exchange(None)
+        comm.all_gather(None)
         return comm.here.position, made
     finally:
         comm.close()
@@ -144,10 +144,10 @@ def test_nothing_grows_over_200_steps(others):
         for number in range(1, 201):
             engine.train_step(batches(config, comm, number % 5))
             if number in (40, 200):
-                comm.exchange(None)  # all are here, and wait while rank 0 looks
+                comm.all_gather(None)  # all are here, and wait while rank 0 looks
                 if comm.rank == 0:
                     seen.append(look())
-                comm.exchange(None)
+                comm.all_gather(None)
         engine.close()
 
     run_loopback(plan, make_mesh(config), work)

@@ -52,8 +52,8 @@ def fitted(measured: Sequence[RankPoints], machine: Machine) -> tuple[Hardware, 
                        write_gbps=_gbps(rates["write"]), host_memory_gb=memory_bytes() / 1e9)
     hardware, points = (_fit_gpu if machine.on_gpus else _fit_cpu)(computed, hardware)
     if sent:
-        exchanges = [point for point in sent if point.way == "exchange"]
-        others = [point for point in sent if point.way != "exchange"]
+        exchanges = [point for point in sent if point.way == "all_to_all"]
+        others = [point for point in sent if point.way != "all_to_all"]
         hardware = replace(hardware, contention=rates["contention"], node_efficiency=0.9,
                            node_us=1e6 * min(point.alone_s(hardware) for point in others),
                            node_gbps=ABOVE * _gbps(max(point.size / point.alone_s(hardware)

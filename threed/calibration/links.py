@@ -85,10 +85,10 @@ class GroupTimes:
             "all-reduce": ("all_reduce", 2 * ring, lambda: group.all_reduce(whole).wait()),
             "all-gather": ("ring", ring, lambda: group.all_gather(whole, part).wait()),
             "reduce-scatter": ("ring", ring, lambda: group.reduce_scatter(part, whole).wait()),
-            "all-to-all": ("exchange", ring, lambda: group.exchange(other, whole, even, even).wait())}
+            "all-to-all": ("all_to_all", ring, lambda: group.exchange(other, whole, even, even).wait())}
         for what, (way, sent, call) in calls.items():
             # All groups of a kind talk at the same time: so many ranks share the processors.
-            kind = "all-to-alls" if way == "exchange" else "collectives"
+            kind = "all-to-alls" if way == "all_to_all" else "collectives"
             yield Sent(kind, f"{what} of {show_bytes(whole.nbytes)} over {size}", way, sent, size,
                        self.comm.mesh.size, self._time(call))
 

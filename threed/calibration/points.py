@@ -47,7 +47,7 @@ class Sent(NamedTuple):
 
     kind: str  # collectives, all-to-alls or messages
     what: str
-    way: str  # the method of Travel: all_reduce, ring, exchange or message
+    way: str  # the method of Travel: all_reduce, ring, all_to_all or message
     size: int  # bytes that a rank sends
     ranks: int
     busy: int  # ranks of the machine that do so at the same time

@@ -59,7 +59,7 @@ def measure(rank: int, task: CalibrationTask, pipe: Any) -> int:
         measured = _measure(comm, task, pipe)
         measured.rates["context"] = context
         pipe.send(("done", measured))
-        comm.exchange(None)  # nobody leaves while another rank may still talk to it
+        comm.all_gather(None)  # nobody leaves while another rank may still talk to it
         return 0
     except ThreedError as error:
         pipe.send(("failed", str(error)))
@@ -91,12 +91,12 @@ def _measure(comm: ProcessComm, task: CalibrationTask, pipe: Any) -> RankPoints:
         # On a CPU that many ranks have a processor for themselves.
         if gpus or comm.rank < task.machine.processors:
             part()
-        comm.exchange(None)  # all measure the same at the same time
+        comm.all_gather(None)  # all measure the same at the same time
     if comm.mesh.size > 1:
         _say(comm, pipe, "the host's optimizer step of one rank")
         if comm.rank == 0:
             rates["alone"] = compute.step()
-        comm.exchange(None)
+        comm.all_gather(None)
         _say(comm, pipe, f"collectives and messages of {many(comm.mesh.size, 'rank')}")
         if comm.mesh.positions > 1:
             comm.open_channels(CHANNELS)

@@ -134,7 +134,7 @@ def _together(comm: Comm, work: Callable[[], T], reading: Reading | None = None)
 
 def _look(comm: Comm, reading: Reading, everywhere: torch.Tensor) -> None:
     """Say which ranks read nothing; RunError once that has been so for long."""
-    hosts = comm.exchange(socket.gethostname())
+    hosts = comm.all_gather(socket.gethostname())
     idle = [rank for rank, state in enumerate(everywhere.tolist()) if state & (_SLOW | _STUCK)]
     more = f" and {len(idle) - 1} more ranks" if len(idle) > 1 else ""
     who = f"rank {idle[0]} on {hosts[idle[0]]}{more}"
@@ -183,7 +183,7 @@ def _read_manifest(path: Path, config: Config, zero: ZeroRun, data: dict[str, An
     manifest, blind = _together(comm, lambda: _confirm(path, checksum_) if comm.rank else (manifest, None),
                                 reading)
     # An older checkpoint would not help: the ranks do not share their folder.
-    if blind := _first(comm.exchange(blind)):
+    if blind := _first(comm.all_gather(blind)):
         raise RunError(blind)
     return manifest, None
 
@@ -207,9 +207,9 @@ def _load(path: Path, manifest: Manifest, zero: ZeroRun, say: Callable[[str], No
     """Read the checkpoint and check the result. The first problem of any rank, the same on all ranks."""
     comm, reader = zero.comm, BoxReader(path, manifest)
     reading = Reading(str(path), zero.config.run.timeout_s, lambda: reader.last_s, reader.stop, say)
-    problem = _first(comm.exchange(_together(comm, lambda: _read(reader, manifest, zero), reading)))
+    problem = _first(comm.all_gather(_together(comm, lambda: _read(reader, manifest, zero), reading)))
     if problem is None:
-        problem = _first(comm.exchange(_prove(manifest, zero, reader.rounded)))
+        problem = _first(comm.all_gather(_prove(manifest, zero, reader.rounded)))
     zero.step_number, zero.updates = manifest.step, manifest.updates
     zero.scaler.restore(manifest.loss_scaler)
     return problem

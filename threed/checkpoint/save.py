@@ -253,7 +253,7 @@ class Saver:
 
     def _first_problem(self) -> str:
         """The problem of the first rank that has one, on all ranks. All ranks call this together."""
-        problems = self._comm.exchange(self._result if self._status in (FAILED, FULL) else None)
+        problems = self._comm.all_gather(self._result if self._status in (FAILED, FULL) else None)
         problem = next((each for each in problems if each is not None), None)
         assert problem is not None, "a rank has failed without a problem"
         return problem

@@ -150,22 +150,22 @@ class Comm(ABC):
         return self.mesh.group(replica, self.rank)[0] == self.rank
 
     @abstractmethod
-    def exchange(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         """Every rank's value, by rank (plain Python values, over the host). Also a barrier."""
 
     def numbers(self, number: float) -> torch.Tensor:
-        """Every rank's number, by rank, [ranks], fp64. As `exchange`, but cheap for thousands of ranks that
+        """Every rank's number, by rank, [ranks], fp64. As `all_gather`, but cheap for thousands of ranks that
         ask again and again."""
-        return torch.tensor(self.exchange(number), dtype=torch.float64)
+        return torch.tensor(self.all_gather(number), dtype=torch.float64)
 
     def gather(self, value: Any) -> list[Any] | None:
         """Every rank's value, by rank, on rank 0; None on the others. A rank with None sends nothing."""
-        values = self.exchange(value)
+        values = self.all_gather(value)
         return values if self.rank == 0 else None
 
     def broadcast(self, value: Any) -> Any:
         """Rank 0's value; other ranks' values are ignored."""
-        return self.exchange(value if self.rank == 0 else None)[0]
+        return self.all_gather(value if self.rank == 0 else None)[0]
 
     def lane(self, name: str, beside: bool = False) -> Lane:
         """A queue of work beside the computation. If this rank is alone in all groups of a lane, the lane

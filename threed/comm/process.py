@@ -141,7 +141,7 @@ class ProcessComm(Comm):
     def __init__(self, mesh: Mesh, rank: int, device: torch.device, timeout_s: float, store: Any):
         super().__init__(mesh, rank, device)
         self._timeout = timeout = datetime.timedelta(seconds=timeout_s)
-        # On GPUs the host's tensors, those of `exchange` and its like, travel in the world alone: another
+        # On GPUs the host's tensors, those of `all_gather` and its like, travel in the world alone: another
         # group's gloo would connect its ranks for nothing. (None: as the world.)
         known = device_of(device)
         known.use()
@@ -179,7 +179,7 @@ class ProcessComm(Comm):
                     peer = ends[1] if self.rank == ends[0] else ends[0]
                     self.channels[sender, receiver, kind] = ProcessChannel(self.sent, group, peer)
 
-    def exchange(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         # all_gather_object makes some tensors for each rank: half a second with 10,000.
         data = pickle.dumps(value)
         most = int(self.numbers(len(data)).max())

@@ -22,7 +22,7 @@ THREADS = Path("/proc/self/task")  # of this process, by number
 def hosts(comm: Comm) -> list[str]:
     """The name of each rank's host. InputError where two ranks have the same GPU, or some ranks have a GPU
     and others have none: NCCL would say of the first "duplicate GPU", and would wait for the second."""
-    devices = comm.exchange((comm.device.type, device_of(comm.device).uuid(), socket.gethostname()))
+    devices = comm.all_gather((comm.device.type, device_of(comm.device).uuid(), socket.gethostname()))
     if wrong := clash(devices):
         raise InputError(wrong)
     return [host for _, _, host in devices]
@@ -76,7 +76,7 @@ def step_threads(comm: Comm, hosts: Sequence[str]) -> int:
     its host: all but those that issue work to the GPU meanwhile. 0, as many as torch's, on a CPU, or where
     somebody has chosen (OMP_NUM_THREADS). `hosts`: the name of each rank's host. All ranks call it."""
     mine = os.sched_getaffinity(0)
-    everywhere = comm.exchange((hosts[comm.rank], sorted(mine)))
+    everywhere = comm.all_gather((hosts[comm.rank], sorted(mine)))
     if not device_of(comm.device).asynchronous or "OMP_NUM_THREADS" in os.environ:
         return 0
     sharing = sum(host == hosts[comm.rank] and not mine.isdisjoint(cpus) for host, cpus in everywhere)

@@ -102,5 +102,5 @@ def me(engine: Engine) -> str:
 
 def first(engine: Engine, findings: Iterable[Finding]) -> Finding | None:
     """The first of all ranks' findings, on all ranks. All ranks call this together."""
-    firsts = engine.comm.exchange(min(findings, default=None))
+    firsts = engine.comm.all_gather(min(findings, default=None))
     return min((finding for finding in firsts if finding is not None), default=None)

@@ -158,16 +158,16 @@ class ThreadChannel(Channel):
 class ThreadComm(Comm):
     def __init__(self, world: World, rank: int, pairs: Sequence[tuple[int, int, str]]):
         super().__init__(world.mesh, rank, torch.device("cpu"))
-        self._world, self._exchanges = world, 0
+        self._world, self._gathers = world, 0
         for name in (each for each, row in GROUPS.items() if row.needed(world.mesh)):
             self.groups[name] = ThreadGroup(name, world.mesh.group(name, rank), rank, self.sent, world)
         for sender, receiver, kind in pairs:
             key = (sender, receiver, kind, self.mesh.group("pp", self.rank))
             self.channels[sender, receiver, kind] = ThreadChannel(self.sent, world, key)
 
-    def exchange(self, value: Any) -> list[Any]:
-        self._exchanges += 1
-        key = ("exchange", self._exchanges)
+    def all_gather(self, value: Any) -> list[Any]:
+        self._gathers += 1
+        key = ("all-gather", self._gathers)
         self._world.put(key, self.rank, value, self._world.mesh.size)
         return self._world.take(key, self.mesh.size)
 

@@ -29,7 +29,7 @@ def same_data(comm: Comm, prepared: Prepared, names: list[str], looks: bool) -> 
 
 
 def _same(comm: Comm, prefix: Path, names: list[str], looks: bool) -> None:
-    seen = comm.exchange(_identity(prefix) if looks else None)
+    seen = comm.all_gather(_identity(prefix) if looks else None)
     if wrong := [rank for rank, value in enumerate(seen) if value not in (seen[0], None)]:
         reasons = {names[rank]: _difference(seen[rank], seen[0]) for rank in wrong}
         where = "; ".join(f"on {host} {reason}" for host, reason in reasons.items())
@@ -77,7 +77,7 @@ def same_folder(comm: Comm, folder: Path, names: list[str], timeout_s: float, lo
                             error) from None
     file, token = comm.broadcast((file, token))
     try:
-        everywhere = comm.exchange(not looks or _sees(file, token, patience_s))
+        everywhere = comm.all_gather(not looks or _sees(file, token, patience_s))
     finally:
         if comm.rank == 0:
             file.unlink(missing_ok=True)

@@ -126,9 +126,9 @@ class Meter:
         step_s, self._since = now - (self._since or now), now
         return step_s
 
-    def exchange(self, trace: Trace, step_s: float) -> StepReport:
-        """Exchange this rank's row with all ranks. Where the host would have to wait for the end of this
-        step, all times are those of the step before."""
+    def report(self, trace: Trace, step_s: float) -> StepReport:
+        """Send this rank's row to all ranks, and return those of all. Where the host would have to wait for the
+        end of this step, all times are those of the step before."""
         if trace.is_late:
             (trace, step_s), self._last = self._last or (trace, step_s), (trace, step_s)
         table, here = self.analysis.table, self.comm.here

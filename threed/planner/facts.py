@@ -312,7 +312,8 @@ def _uses_tied(config: Config) -> list[bool]:
 
 def _travel_ranks(config: Config) -> dict[str, int]:
     """The groups over which tensors of a model travel -> their ranks."""
-    over = {way.over for layer in unit_layers(config)[0] for way in handing(layer).travels.values()} & GROUPS.keys()
+    ways = [way for layer in unit_layers(config)[0] for way in handing(layer).travels.values()]
+    over = {way.over for way in ways} & GROUPS.keys()
     mesh = make_mesh(config) if over else None
     return {group: len(mesh.group(group, 0)) for group in sorted(over)} if mesh else {}
 

@@ -193,7 +193,7 @@ class _Travel:
             return self.travel.all_reduce(8, self.places["world"]) + self.hardware.kernel_us * 1e-6
         if not sent:
             return 0.0
-        way = self.travel.exchange if instruction.op == Op.EXCHANGE else self.travel.ring
+        way = self.travel.all_to_all if instruction.op == Op.EXCHANGE else self.travel.ring
         return way(sent, self.places[instruction.group])
 
 

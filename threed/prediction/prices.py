@@ -162,7 +162,7 @@ class Travel:
         hops = 2 * (each * self._inside_s + math.ceil(math.log2(nodes)) * self._outside_s)
         return min(flat, max(inside, outside) + calls * hops)
 
-    def exchange(self, sent: int, place: GroupPlace, calls: int = 1) -> float:
+    def all_to_all(self, sent: int, place: GroupPlace, calls: int = 1) -> float:
         """Of all-to-alls in which a rank sends so many bytes, equally many to each: those for its own node
         and those for others at the same time, each `exchange_efficiency` times as fast as a ring."""
         if place.ranks == 1 or not sent:

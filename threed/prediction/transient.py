@@ -236,7 +236,7 @@ class _Alone(Comm):
         mesh = make_mesh(config)
         super().__init__(mesh, mesh.group("pp", 0)[position], torch.device("cpu"))
 
-    def exchange(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         return [value]
 
 

@@ -25,7 +25,7 @@ def check_hosts(config: Config, analysis: Analysis, comm: Comm, hosts: Sequence[
             for position in range(table.num_positions)]
     if not any(map(any, rows)):
         return []
-    memory, warnings = comm.exchange(memory_bytes()), list[str]()
+    memory, warnings = comm.all_gather(memory_bytes()), list[str]()
     machine = Hardware.parse(like(comm.device))
     for name in dict.fromkeys(hosts):
         ranks = [rank for rank, host in enumerate(hosts) if host == name]

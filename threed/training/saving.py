@@ -40,7 +40,7 @@ def check_room(plan: Plan, comm: Comm) -> None:
     copies = [slot for slot in seam_of(table, comm.here.position) if slot.kind == "snapshot"]
     mine = sum(table.size(slot) for slot in copies
                if comm.is_first_copy(table.parameters[slot.unit].fold))
-    everywhere = comm.exchange((here, mine))
+    everywhere = comm.all_gather((here, mine))
     wanted = sum(size for host, size in everywhere if host == here)
     free = psutil.virtual_memory().available
     if mine and wanted > free:

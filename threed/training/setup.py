@@ -235,7 +235,7 @@ def _agree(comm: Comm, config: Config, digest: str) -> None:
     here = compiled, compiles(config, comm.device), attention(config, comm.device)
     mine = config.to_dict(), (digest, __version__), here
     # A rank compares with rank 0 alone: with the configs of all ranks, ten thousand would each get 40 MB.
-    differs = comm.exchange(_difference(comm.rank, mine, comm.broadcast(mine)))
+    differs = comm.all_gather(_difference(comm.rank, mine, comm.broadcast(mine)))
     for rank, what in enumerate(differs):
         if what:
             raise InputError(f"rank {rank} and rank 0 differ in {what}: every rank must be given the same "

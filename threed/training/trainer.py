@@ -147,7 +147,7 @@ class Trainer:
             callback.on_save(self, path)
 
     def _step(self) -> Step:
-        """Run one step; then exchange with all ranks what each measured and was asked."""
+        """Run one step; then tell all ranks what each measured and was asked."""
         config, zero = self.config, self.engine.zero
         lr, hopeless, number = zero.lr, zero.scaler.exhausted, self.step_number + 1
         self.watch.at(number)
@@ -163,7 +163,7 @@ class Trainer:
         self.samples += config.train.global_batch_size
         self.tokens += config.tokens_per_step
         with self.watch.phase(f"metrics of step {number}"):
-            measured = self.meter.exchange(trace, self.meter.lap())
+            measured = self.meter.report(trace, self.meter.lap())
         self.agreement.learn(measured)
         step = Step(number, clipped.loss, clipped.grad_norm, clipped.finite, trace, measured)
         step.metrics |= {"train/loss": clipped.loss, "train/lr": lr, "train/grad_norm": clipped.grad_norm,

@@ -15,8 +15,9 @@ from threed.calibration.points import Sent
 from threed.comm.group import Comm, Group
 from threed.comm.lanes import Lane, StreamLane, ThreadLane
 from threed.devices import device_of
+from threed.program.instruction import SlotKind
 
-CHANNELS = ((0, 1, "act"), (1, 0, "grad"))
+CHANNELS = ((0, 1, SlotKind.ACT), (1, 0, SlotKind.GRAD))
 BETWEEN = 320  # rows of the square matrices that are multiplied between two collectives of a CPU
 BESIDE_S = 0.3  # of computation, and of collectives, at a time
 TRIES = 5

@@ -36,7 +36,7 @@ from threed.program.analysis import Analysis
 from threed.program.check import describe
 from threed.program.effects import effects
 from threed.program.graphs import graphs
-from threed.program.instruction import COMPUTE, MESSAGES, PARTS, Instruction, Op, Slot
+from threed.program.instruction import COMPUTE, MESSAGES, PARTS, Instruction, Op, Slot, SlotKind
 from threed.program.names import GENERATE, SETTLE, SNAPSHOT, TRAIN, VERIFY
 from threed.program.seam import seam_of
 from threed.program.slots import Slots
@@ -132,7 +132,7 @@ class Engine:
         self._run(GENERATE, batch)
         table, parts = self.plan.table, dict[int, list[torch.Tensor]]()
         for slot in self.slots.alive():  # sorted by unit: the tiles of a head are in the order of their ids
-            if slot.kind == "logits":
+            if slot.kind == SlotKind.LOGITS:
                 parts.setdefault(slot.microbatch, []).append(self.slots.get(slot))
         self.slots.keep(seam_of(table, self.position, GENERATE))
         return {microbatch: torch.cat(tiles, -1) for microbatch, tiles in parts.items()}
@@ -140,7 +140,7 @@ class Engine:
     def run(self, name: str, batch: Callable[[int], Batch]) -> tuple[Clipped, Trace]:
         """Run a program that has a CLIP. RunError as from `_run`."""
         trace = self._run(name, batch)
-        return self.slots.get(Slot("scale")), trace
+        return self.slots.get(Slot(SlotKind.SCALE)), trace
 
     def _run(self, name: str, batch: Callable[[int], Batch]) -> Trace:
         """Run a program once. A failure is raised as RunError, with the instruction, its neighbours and the

@@ -15,7 +15,7 @@ import torch
 from threed.engine.engine import Engine
 from threed.models.layers.handing import handing
 from threed.program.effects import effects
-from threed.program.instruction import BACKWARDS, Instruction, Op, Slot
+from threed.program.instruction import BACKWARDS, Instruction, Op, Slot, SlotKind
 from threed.program.slots import Slots
 from threed.program.table import Table
 
@@ -38,7 +38,8 @@ class InstructionResult(NamedTuple):
     values: torch.Tensor
 
 
-_TENSORS = ("act", "grad", "loss")  # kinds of slots that hold tensors, besides those of `table.handed`
+# kinds of slots that hold tensors, besides those of `table.handed`
+_TENSORS = (SlotKind.ACT, SlotKind.GRAD, SlotKind.LOSS)
 
 
 def results(engine: Engine, instruction: Instruction, slots: Slots) -> Iterator[InstructionResult]:
@@ -58,11 +59,11 @@ def results(engine: Engine, instruction: Instruction, slots: Slots) -> Iterator[
     effect, forward = effects(instruction, table, engine.position), op == Op.FORWARD
     place, of = (phase_of(instruction, table), unit if forward else -unit), named(engine, instruction)
     for slot in (*effect.writes, *effect.adds):
-        what = "gradient" if not forward else "loss" if slot.kind == "loss" else "output"
+        what = "gradient" if not forward else "loss" if slot.kind == SlotKind.LOSS else "output"
         if slot.kind in _TENSORS or slot.kind in table.handed:
             for values in numbers(engine, slot, slots):
                 yield InstructionResult(*place, f"{what} of {of}", values)
-        elif slot.kind == "wgrad":
+        elif slot.kind == SlotKind.WEIGHT_GRAD:
             for values in engine.states[slot.unit].gradient.written():
                 yield InstructionResult(*place, f"{what} of {of}", values)
 

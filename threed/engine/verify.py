@@ -32,7 +32,7 @@ from threed.engine.engine import Engine
 from threed.engine.inspect import Finding, first, me, named, numbers, phase_of, results
 from threed.features.zero.run import Clipped
 from threed.program.entries import gradient_of
-from threed.program.instruction import Instruction, Op, Slot
+from threed.program.instruction import Instruction, Op, Slot, SlotKind
 from threed.program.slots import Slots
 from threed.program.trace import Trace
 from threed.program.trips import came_over
@@ -141,7 +141,7 @@ class Verifier:
         if op not in (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT):
             return
         forward = op == Op.FORWARD
-        slot = Slot("act", unit - 1, microbatch) if forward else Slot("grad", unit, microbatch)
+        slot = Slot(SlotKind.ACT, unit - 1, microbatch) if forward else Slot(SlotKind.GRAD, unit, microbatch)
         if slot.unit >= 0 and (forward or unit < table.last):
             position = table.position(slot.unit if forward else unit + 1)
             if position != self.engine.position:

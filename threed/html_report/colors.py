@@ -7,7 +7,7 @@ from typing import Any
 
 from threed.monitor.attribute import CAUSES, WAITS
 from threed.program.in_words import slot_words
-from threed.program.instruction import Op
+from threed.program.instruction import Op, SlotKind
 from threed.program.summary import activations
 from threed.program.table import Table
 from threed.program.timeline_svg import COLORS
@@ -19,8 +19,9 @@ _CAUSES = {"compute": COLORS[Op.FORWARD], "p2p_wait": "#72b7b2", "dp_wait": COLO
            "idle": IDLE}
 FIXED = {"parameters": "#4c78a8", "gradients": "#e45756", "optimizer state": "#b279a2", "buffers": "#bab0ac",
          "CUDA and NCCL": "#79706e", "process and libraries": "#79706e"}  # of the last two, a page has one
-_SLOTS = {"act": "#f2cf5b", "grad": "#f58518", "saved": "#54a24b", "kept": "#83bcb6", "kpart": "#d6a5c9",
-          "actpart": "#9ecae9", "gradpart": "#ff9da6", "operands": "#9d755d"}
+_SLOTS = {SlotKind.ACT: "#f2cf5b", SlotKind.GRAD: "#f58518", SlotKind.SAVED: "#54a24b",
+          SlotKind.KEPT: "#83bcb6", SlotKind.KEPT_PART: "#d6a5c9",
+          SlotKind.ACT_PART: "#9ecae9", SlotKind.GRAD_PART: "#ff9da6", SlotKind.OPERANDS: "#9d755d"}
 TEMPORARIES = "temporaries"
 OTHER = COLORS[Op.OFFLOAD]
 

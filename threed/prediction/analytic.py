@@ -15,7 +15,16 @@ from threed.prediction.prices import Prices, Travel
 from threed.program.buffers import lowered
 from threed.program.effects import effects
 from threed.program.entries import ComputeUnit
-from threed.program.instruction import COMPUTE, PARTS, PHASES, Instruction, Op, Tier, without_microbatch
+from threed.program.instruction import (
+    COMPUTE,
+    PARTS,
+    PHASES,
+    Instruction,
+    Op,
+    SlotKind,
+    Tier,
+    without_microbatch,
+)
 from threed.program.plan import Plan
 from threed.program.simulate import Costs, cost_of
 from threed.program.table import Table
@@ -54,7 +63,7 @@ def cost(plan: Plan, hardware: Hardware, measured: Costs | None = None, imbalanc
         if op in (Op.OFFLOAD, Op.FETCH):
             gbps, size = ways[effects(instruction, table, position).lane], moved_by(table, instruction)
             copied_s = size * 8 / (gbps * 1e9) + hardware.kernel_us * 1e-6
-            times = lowers[position][instruction.unit] if instruction.kind == "gshard" else 1
+            times = lowers[position][instruction.unit] if instruction.kind == SlotKind.GRAD_SHARD else 1
             # All but the first are added to what the host has.
             added_s = max(0.0, compute.added(size) - copied_s) if times > 1 else 0.0
             return copied_s + (1 - 1 / max(1, times)) * added_s

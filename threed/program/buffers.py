@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from threed.base.quantity import ALIGNMENT, round_up
 from threed.program.effects import Effects
-from threed.program.instruction import Op, Slot, Tier
+from threed.program.instruction import Op, Slot, SlotKind, Tier
 from threed.program.link import Links, Program
 from threed.program.table import Table
 
@@ -83,7 +83,8 @@ def count_buffers(table: Table, position: int, links: Sequence[Links]) -> Buffer
                 alive[name][size_in(slot, name, table)] -= 1
     # One more gradient of a size than are alive: the next is added up while the last is still on its way.
     units = {name: Counter(size_in(Slot(kind, unit), name, table) for unit in some)
-             for name, kind, some in (("params", "param", table.held(position)), ("grads", "wgrad", held))}
+             for name, kind, some in (("params", SlotKind.PARAM, table.held(position)),
+                                      ("grads", SlotKind.WEIGHT_GRAD, held))}
     parts = Counter(table.shards.numel(unit) for unit in held)
     for name in ("gshards", "host_grads"):
         most[name] = Counter({numel: min(count + 1, parts[numel]) for numel, count in most[name].items()})
@@ -122,25 +123,26 @@ def shared_sizes(taken: Collection[tuple[tuple[int, int], ...]], units: Counter[
 def pool_of(slot: Slot, table: Table) -> str | None:
     """The pool of a slot; None where the slot has memory of its own."""
     kind, on_host = slot.kind, slot.tier == Tier.HOST
-    if kind in ("kept", "kpart"):
+    if kind in (SlotKind.KEPT, SlotKind.KEPT_PART):
         if not table.keeps_stream(slot.unit):
             return None
         settings = table.activation
-        arena = settings.contiguous and not settings.offload and kind == ("kpart" if settings.partition
-                                                                          else "kept")
+        input_kind = SlotKind.KEPT_PART if settings.partition else SlotKind.KEPT
+        arena = settings.contiguous and not settings.offload and kind == input_kind
         return "host_kept" if on_host else "kept" if arena else None
     if slot.tier == Tier.DISK:
         return None
-    if kind == "param" and not on_host and not table.parameters[slot.unit].whole:
+    if kind == SlotKind.PARAM and not on_host and not table.parameters[slot.unit].whole:
         return "params"
-    if kind == "wgrad" and not table.shards.in_place(slot.unit):
+    if kind == SlotKind.WEIGHT_GRAD and not table.shards.in_place(slot.unit):
         return "grads"
-    if kind in ("gshard", "gprev"):
+    if kind in (SlotKind.GRAD_SHARD, SlotKind.PREVIOUS_GRAD):
         streams = table.shards.streams(slot.unit)
         return (None if streams else "host_grads") if on_host else "gshards" if streams else None
-    if kind in ("param", "pshard") and slot != table.shards.weight(slot.unit):
-        return "host_weights" if on_host else "pshards" if kind == "pshard" else None
-    return "host_states" if kind == "state" and on_host and slot != table.shards.state(slot.unit) else None
+    if kind in (SlotKind.PARAM, SlotKind.PARAM_SHARD) and slot != table.shards.weight(slot.unit):
+        return "host_weights" if on_host else "pshards" if kind == SlotKind.PARAM_SHARD else None
+    comes = kind == SlotKind.STATE and on_host and slot != table.shards.state(slot.unit)
+    return "host_states" if comes else None
 
 
 def size_in(slot: Slot, name: str, table: Table) -> int:
@@ -187,4 +189,5 @@ def lowered(table: Table, program: Program) -> Counter[int]:
     if not any(map(table.shards.streams, table.parameters)):  # a program is long
         return Counter()
     return Counter(item.unit for item in program
-                   if item.op == Op.OFFLOAD and item.kind == "gshard" and table.shards.streams(item.unit))
+                   if item.op == Op.OFFLOAD and item.kind == SlotKind.GRAD_SHARD
+                   and table.shards.streams(item.unit))

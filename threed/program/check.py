@@ -19,7 +19,7 @@ from threed.base.mesh import GROUPS
 from threed.program.analysis import Analysis
 from threed.program.effects import Effects
 from threed.program.forms import Form
-from threed.program.instruction import BACKWARDS, Instruction, Op, Slot
+from threed.program.instruction import BACKWARDS, Instruction, Op, Slot, SlotKind
 from threed.program.link import Links, Program
 from threed.program.names import (
     APPLIES_WAITING,
@@ -65,7 +65,7 @@ def check_program(analysis: Analysis, name: str) -> None:
         _check_fields(name, programs, position, linked)
         if linked.faults:
             raise PlanError(describe(name, programs, position, *linked.faults[0]))
-        left = linked.alive - ends - {Slot("scale")}
+        left = linked.alive - ends - {Slot(SlotKind.SCALE)}
         lost = ends - linked.alive
         if left or lost:
             what = f"leaves '{min(left)}' behind" if left else f"has lost '{min(lost)}'"
@@ -224,7 +224,7 @@ def _check_copies(name: str, programs: Sequence[Program], position: int, table: 
             continue
         updates, reads, gathered, released = used[form]
         for slot in updates:
-            if slot.name == "pshard" and slot.unit in whole:
+            if slot.name == SlotKind.PARAM_SHARD and slot.unit in whole:
                 raise PlanError(describe(name, programs, position, index,
                                          f"updates '{slot}' while 'param p{slot.unit}', which is gathered "
                                          "from it, is alive"))
@@ -257,9 +257,9 @@ def _check_waiting(name: str, programs: Sequence[Program], position: int, table:
 def _copies(effect: Effects) -> tuple[list[Slot], list[Slot], list[int], list[int]]:
     """Parameters and shards of them that are updated, and that are read; the units of which a whole copy is
     made, and of which it is freed."""
-    updates, reads = ([slot for slot in slots if slot.name in ("param", "pshard")]
+    updates, reads = ([slot for slot in slots if slot.name in (SlotKind.PARAM, SlotKind.PARAM_SHARD)]
                       for slots in (effect.updates, effect.reads))
-    made, freed = ([slot.unit for slot in slots if slot.name == "param"]
+    made, freed = ([slot.unit for slot in slots if slot.name == SlotKind.PARAM]
                    for slots in (effect.writes, effect.frees))
     return updates, reads, made, freed
 

@@ -17,7 +17,17 @@ from typing import NamedTuple
 
 from threed.base.mesh import GROUPS
 from threed.program.entries import MadeTensor, ReadTensor, gradient_of
-from threed.program.instruction import PARTS, WHOLES, WORDS, Instruction, Op, Slot, Tier
+from threed.program.instruction import (
+    MESSAGE_KINDS,
+    PARTS,
+    WHOLES,
+    WORDS,
+    Instruction,
+    Op,
+    Slot,
+    SlotKind,
+    Tier,
+)
 from threed.program.table import Table
 from threed.program.trips import trip_of
 
@@ -81,14 +91,15 @@ def _forward(item: Instruction, table: Table, _: int) -> Effects:
     _computes(item, table)
     unit, microbatch = item.turn
     reads = _reads(item, table)
-    before = _slots("act", unit - 1, microbatch, unit > 0)
-    after = _slots("act", unit, microbatch, unit < table.last)
+    before = _slots(SlotKind.ACT, unit - 1, microbatch, unit > 0)
+    after = _slots(SlotKind.ACT, unit, microbatch, unit < table.last)
     forward_only, made = item.keep in ("none", "logits"), item.keep == "logits"
-    saved = _slots("kept" if item.keep == "input" else "saved", unit, microbatch, not forward_only)
-    saved += _slots("logits", unit, microbatch, made and table.makes_logits(unit))
+    keeps = SlotKind.KEPT if item.keep == "input" else SlotKind.SAVED
+    saved = _slots(keeps, unit, microbatch, not forward_only)
+    saved += _slots(SlotKind.LOGITS, unit, microbatch, made and table.makes_logits(unit))
     unused = [slot for slot, read in reads
               if (read.last if forward_only else read.spent and item.keep == "all")]
-    loss = (Slot("loss"),) if table.units[unit].loss and not made else ()
+    loss = (Slot(SlotKind.LOSS),) if table.units[unit].loss and not made else ()
     return Effects("compute", (*_params(table, unit), *before, *(slot for slot, _ in reads)),
                    (*after, *saved, *(slot for slot, _ in _makes(item, table))), adds=loss,
                    frees=(*before, *unused), groups=table.groups_of(item))
@@ -97,12 +108,12 @@ def _forward(item: Instruction, table: Table, _: int) -> Effects:
 def _recompute(item: Instruction, table: Table, _: int) -> Effects:
     _computes(item, table)
     unit, microbatch = item.turn
-    kept, makes, reads = (Slot("kept", unit, microbatch),), _makes(item, table), _reads(item, table)
+    kept, makes, reads = (Slot(SlotKind.KEPT, unit, microbatch),), _makes(item, table), _reads(item, table)
     fixed = [slot for slot, made in makes if not made.grad]
     again = [slot for slot, made in makes if made.grad and not made.leaves]
     spent = [slot for slot, read in reads if read.spent]
     return Effects("compute", (*_params(table, unit), *kept, *(slot for slot, _ in reads), *fixed),
-                   (Slot("saved", unit, microbatch),),
+                   (Slot(SlotKind.SAVED, unit, microbatch),),
                    updates=(*again,), frees=(*kept, *spent), groups=table.groups_of(item))
 
 
@@ -111,18 +122,19 @@ def _backward(item: Instruction, table: Table, _: int) -> Effects:
     _computes(item, table)
     unit, microbatch = item.turn
     makes, reads = _makes(item, table), _reads(item, table)
-    used = (Slot("saved", unit, microbatch), *_slots("grad", unit, microbatch, unit < table.last))
+    used = (Slot(SlotKind.SAVED, unit, microbatch),
+            *_slots(SlotKind.GRAD, unit, microbatch, unit < table.last))
     used += tuple(slot for slot, made in makes if not made.leaves)
     used += tuple(slot._replace(kind=made.becomes) for slot, made in makes if made.over and not made.grad)
     # readers of what it makes ran backward before this unit
     used += tuple(gradient_of(slot) for slot, made in makes if made.grad)
     adds = tuple(gradient_of(slot) for slot, read in reads if read.grad)
     stays = [slot for slot, read in reads if not read.spent]
-    writes = _slots("grad", unit - 1, microbatch, unit > 0)
+    writes = _slots(SlotKind.GRAD, unit - 1, microbatch, unit > 0)
     if item.op == Op.BACKWARD:
         adds = (*_wgrads(table, unit), *adds)
     else:
-        writes = (*writes, Slot("operands", unit, microbatch))
+        writes = (*writes, Slot(SlotKind.OPERANDS, unit, microbatch))
     # What came is an operand of weights' gradients, too.
     came = _came(item, table) if item.op == Op.BACKWARD else ()
     return Effects("compute", (*_params(table, unit), *used, *stays), writes, adds=adds,
@@ -131,7 +143,7 @@ def _backward(item: Instruction, table: Table, _: int) -> Effects:
 
 def _backward_weight(item: Instruction, table: Table, _: int) -> Effects:
     _computes(item, table)
-    operands = (Slot("operands", item.unit, item.microbatch), *_came(item, table))
+    operands = (Slot(SlotKind.OPERANDS, item.unit, item.microbatch), *_came(item, table))
     return Effects("compute", operands, adds=_wgrads(table, item.unit), frees=operands,
                    groups=table.groups_of(item))
 
@@ -154,11 +166,12 @@ def _slots(kind: str, unit: int, microbatch: int, exists: bool) -> tuple[Slot, .
 
 
 def _params(table: Table, unit: int) -> tuple[Slot, ...]:
-    return tuple(Slot("param", p) for p in table.units[unit].parameters)
+    return tuple(Slot(SlotKind.PARAM, p) for p in table.units[unit].parameters)
 
 
 def _wgrads(table: Table, unit: int) -> tuple[Slot, ...]:
-    return tuple(Slot("wgrad", p) for p in table.units[unit].parameters if table.parameters[p].trains)
+    return tuple(Slot(SlotKind.WEIGHT_GRAD, p) for p in table.units[unit].parameters
+                 if table.parameters[p].trains)
 
 
 # ---- messages
@@ -174,7 +187,7 @@ def _recv(item: Instruction, table: Table, _: int) -> Effects:
 
 
 def _message(item: Instruction, table: Table) -> Slot:
-    if item.kind not in ("act", "grad") and not table.sent_in_parts(WHOLES.get(item.kind, ""), item.unit):
+    if item.kind not in MESSAGE_KINDS and not table.sent_in_parts(WHOLES.get(item.kind, ""), item.unit):
         raise KeyError(f"messages are act or grad, or parts of them where tp cuts them, not '{item.kind}'")
     return item.slot
 
@@ -190,7 +203,7 @@ def _cut(item: Instruction, table: Table) -> Effects:
     """RELEASE: of a kept input, or a message, which is the same on all ranks of a group, each keeps its part;
     GATHER: all get all of it."""
     (group, _), upper = table.cut_over(item.kind), item.slot
-    moves = _keeps(item, table) if item.kind == "kept" else table.sent_in_parts(item.kind, item.unit)
+    moves = _keeps(item, table) if item.kind == SlotKind.KEPT else table.sent_in_parts(item.kind, item.unit)
     if not group or not moves or item.group != (group if item.op == Op.GATHER else ""):
         raise KeyError(f"{item}: it is not cut{f' over {group}' if group else ''}")
     part = (upper._replace(kind=PARTS[item.kind]),)
@@ -216,16 +229,15 @@ def _gather(item: Instruction, table: Table, _: int) -> Effects:
                        f"'{item.group}'")
     if unit.whole and not unit.trains:
         raise KeyError(f"every rank holds all of p{item.unit}, and nothing of it is gathered")
-    part = (Slot("pshard", item.unit),)
+    part, whole = (Slot(SlotKind.PARAM_SHARD, item.unit),), (Slot(SlotKind.PARAM, item.unit),)
     resident = table.shards.weight(item.unit) in part  # otherwise it was fetched for this GATHER
-    return Effects(GROUPS[item.group].lane, part, (Slot("param", item.unit),), frees=() if resident else part,
-                   groups=(item.group,))
+    return Effects(GROUPS[item.group].lane, part, whole, frees=() if resident else part, groups=(item.group,))
 
 
 def _release(item: Instruction, table: Table, _: int) -> Effects:
     if item.of_slot:
         return _cut(item, table)
-    return Effects("compute", frees=(Slot("param", item.unit),))
+    return Effects("compute", frees=(Slot(SlotKind.PARAM, item.unit),))
 
 
 def _reduce(item: Instruction, table: Table, _: int) -> Effects:
@@ -241,7 +253,7 @@ def _reduce(item: Instruction, table: Table, _: int) -> Effects:
         if source == target:
             return Effects(lane, updates=target, groups=(item.group,))
         return Effects(lane, source, target, groups=(item.group,))
-    frees = (*source, Slot("wgrad", unit)) if step.takes == "wsum" else source
+    frees = (*source, Slot(SlotKind.WEIGHT_GRAD, unit)) if step.takes == SlotKind.TP_SUM else source
     # From ZeRO-2 on a step has several such reductions: their results are added up on the device of the rank
     # that keeps them. (Where `streams` says so, they are added up on its host instead.)
     several = (item.group == table.parameters[unit].shard_group and not table.shards.in_place(unit)
@@ -253,11 +265,11 @@ def _reduce(item: Instruction, table: Table, _: int) -> Effects:
 def _clip(item: Instruction, table: Table, position: int) -> Effects:
     held = table.stepped(position)
     gradients = () if item.gradients == "none" else tuple(map(table.shards.gradient, held))
-    loss = (Slot("loss"),) if any(table.units[u].loss for u in table.units_of(position)) else ()
+    loss = (Slot(SlotKind.LOSS),) if table.makes_loss(position) else ()
     waiting = table.waiting(position) if item.gradients == "wait" else ()
     freed = (gradients if item.gradients == "drop" else
-             tuple(slot._replace(kind="gshard") for slot in waiting))
-    return Effects("compute", (*gradients, *loss), (Slot("scale"), *waiting), frees=(*freed, *loss),
+             tuple(slot._replace(kind=SlotKind.GRAD_SHARD) for slot in waiting))
+    return Effects("compute", (*gradients, *loss), (Slot(SlotKind.SCALE), *waiting), frees=(*freed, *loss),
                    groups=("world",))
 
 
@@ -269,11 +281,11 @@ def _step(item: Instruction, table: Table, position: int) -> Effects:
         raise KeyError(f"{item}: no gradient of p{unit} waits for the next step")
     weight, state = table.shards.weight(unit), table.shards.state(unit)
     tier = Tier.HOST if table.shards.away(unit) else Tier.DEVICE
-    gradient = (Slot("gprev" if item.age else "gshard", unit, tier=tier),)
+    gradient = (Slot(SlotKind.PREVIOUS_GRAD if item.age else SlotKind.GRAD_SHARD, unit, tier=tier),)
     # The scale of a gradient of the step before is known since the CLIP of that step.
-    reads = gradient if item.age else (*gradient, Slot("scale"))
+    reads = gradient if item.age else (*gradient, Slot(SlotKind.SCALE))
     if table.update.snapshots and table.saves(position, unit):  # STEP overwrites what the snapshot copies
-        reads = (*reads, Slot("snapshot", unit, tier=Tier.HOST))
+        reads = (*reads, Slot(SlotKind.SNAPSHOT, unit, tier=Tier.HOST))
     if state.tier == Tier.DEVICE:
         return Effects("compute", reads, updates=(weight, state), frees=gradient)
     host_state, host_weight = state.on(Tier.HOST), weight.on(Tier.HOST)
@@ -300,7 +312,7 @@ _LANES = {(Op.OFFLOAD, Tier.DEVICE): "d2h", (Op.FETCH, Tier.DEVICE): "h2d", (Op.
 def _move_activation(item: Instruction, table: Table, _: int) -> Effects:
     """A kept input goes to the host, or comes back."""
     upper = item.slot
-    moves = upper.kind in ("kept", "kpart") and _keeps(item, table)
+    moves = upper.kind in (SlotKind.KEPT, SlotKind.KEPT_PART) and _keeps(item, table)
     if not moves or item.tier != Tier.DEVICE:
         raise KeyError(str(item))
     source, target = (upper, upper.below) if item.op == Op.OFFLOAD else (upper.below, upper)
@@ -329,7 +341,7 @@ def _of_unit(move: Callable[[Instruction, Table], Effects | None],
 def _move_gradient(item: Instruction, table: Table) -> Effects | None:
     """A gradient goes to the host, where STEP reads it: once, before its STEP, or part by part."""
     upper, streams = item.slot, table.shards.streams(item.unit)
-    waits = upper.kind == "gprev"
+    waits = upper.kind == SlotKind.PREVIOUS_GRAD
     if (item.op != Op.OFFLOAD or upper.tier != Tier.DEVICE or not table.shards.away(item.unit)
             or (waits and (streams or not table.update.overlap))):
         return None
@@ -352,7 +364,7 @@ def _move_weight(item: Instruction, table: Table) -> Effects | None:
     lower, lane = upper.below, _LANES[item.op, item.tier]
     if item.op == Op.FETCH and upper == weight and table.shards.state(item.unit).tier != Tier.DEVICE:
         return Effects(lane, (lower,), updates=(upper,), frees=(lower,))
-    if item.op == Op.FETCH and upper.kind == "pshard" and weight.tier.depth >= lower.tier.depth:
+    if item.op == Op.FETCH and upper.kind == SlotKind.PARAM_SHARD and weight.tier.depth >= lower.tier.depth:
         return Effects(lane, (lower,), (upper,), frees=() if lower == weight else (lower,))
     if item.op == Op.OFFLOAD and lower == weight and upper.tier == Tier.HOST:
         return Effects(lane, (upper,), updates=(lower,), frees=(upper,))
@@ -371,11 +383,11 @@ def _move_snapshot(item: Instruction, table: Table, position: int) -> Effects:
 
 
 _MOVES: dict[str, Callable[[Instruction, Table, int], Effects]] = {
-    **dict.fromkeys(("kept", "kpart"), _move_activation),
-    **dict.fromkeys(("gshard", "gprev"), _of_unit(_move_gradient)),
-    "state": _of_unit(_move_state),
-    **dict.fromkeys(("param", "pshard"), _of_unit(_move_weight)),
-    "snapshot": _move_snapshot,
+    **dict.fromkeys((SlotKind.KEPT, SlotKind.KEPT_PART), _move_activation),
+    **dict.fromkeys((SlotKind.GRAD_SHARD, SlotKind.PREVIOUS_GRAD), _of_unit(_move_gradient)),
+    SlotKind.STATE: _of_unit(_move_state),
+    **dict.fromkeys((SlotKind.PARAM, SlotKind.PARAM_SHARD), _of_unit(_move_weight)),
+    SlotKind.SNAPSHOT: _move_snapshot,
 }
 _EFFECTS: dict[Op, Callable[[Instruction, Table, int], Effects]] = {
     Op.FORWARD: _forward,

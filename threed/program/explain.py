@@ -11,7 +11,7 @@ from threed.base.quantity import show_bytes
 from threed.program.analysis import Analysis
 from threed.program.effects import effects
 from threed.program.in_words import slot_words, unit_words
-from threed.program.instruction import PARAMETER_KINDS, Instruction, Op, Slot
+from threed.program.instruction import PARAMETER_KINDS, Instruction, Op, Slot, SlotKind
 from threed.program.table import Table
 from threed.program.traffic import moved_by, sent_by
 
@@ -64,7 +64,7 @@ def _when(item: Instruction) -> str | None:
     """Of what belongs to another step than the program's: which, and when that comes."""
     if item.op == Op.CLIP and item.gradients == "wait":
         return "gradients whose state is on the host wait for the head of the next step, or for settle"
-    if item.age == "prev" or item.kind == "gprev":
+    if item.age == "prev" or item.kind == SlotKind.PREVIOUS_GRAD:
         return "it is part of the update of the step before, which comes at the head of this program"
     return None
 

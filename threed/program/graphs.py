@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from threed.program.analysis import Analysis
 from threed.program.effects import Effects
-from threed.program.instruction import COMPUTE, PARAMETER_KINDS, Instruction, Op, Slot, Tier
+from threed.program.instruction import COMPUTE, PARAMETER_KINDS, Instruction, Op, Slot, SlotKind, Tier
 from threed.program.order import Users
 from threed.program.seam import seam_of
 from threed.program.table import Table
@@ -117,16 +117,17 @@ def _passes(analysis: Analysis, position: int) -> tuple[dict[tuple[int, int], li
     alive: defaultdict[tuple[int, int], set[Slot]] = defaultdict(set)  # what each pass has made
     gone: defaultdict[tuple[int, int], list[Slot]] = defaultdict(list)
     travels = table.handed
-    begun = {slot for slot in start if slot.kind == "wgrad"}  # gradients to which something has been added
+    # gradients to which something has been added
+    begun = {slot for slot in start if slot.kind == SlotKind.WEIGHT_GRAD}
     outside: dict[Slot, int] = {}
     most = 0
     for index, (item, effect) in enumerate(zip(links.program, links.effects, strict=True)):
-        params = [slot for slot in effect.reads if slot.kind == "param"]
+        params = [slot for slot in effect.reads if slot.kind == SlotKind.PARAM]
         memory = [users.buffers.get(slot) for slot in params]
         users.occupy(index, effect)
         if item.op in COMPUTE:
             which = table.units[item.unit].stage, item.microbatch
-            grads = [slot for slot in effect.adds if slot.kind == "wgrad"]
+            grads = [slot for slot in effect.adds if slot.kind == SlotKind.WEIGHT_GRAD]
             memory += [users.buffers.get(slot) for slot in grads]
             needed = frozenset((slot.kind, slot.unit) for slot in alive[which])
             alike = item.op, item.unit, item.keep, needed, *memory, *(slot in begun for slot in grads)
@@ -160,7 +161,8 @@ def _units(slots: Sequence[Slot]) -> tuple[int, ...]:
 def _made(effect: Effects, table: Table) -> list[Slot]:
     """What an instruction makes in its set. What goes to the host, or to an arena, is copied out of it."""
     settings = table.activation
-    elsewhere = ("loss", "kept") if settings.offload or settings.contiguous else ("loss",)
+    copied = settings.offload or settings.contiguous
+    elsewhere = (SlotKind.LOSS, SlotKind.KEPT) if copied else (SlotKind.LOSS,)
     return [slot for slot in (*effect.writes, *effect.adds)
             if slot.kind not in PARAMETER_KINDS and slot.kind not in elsewhere]
 
@@ -178,7 +180,7 @@ def _peak(steps: Sequence[_Step], table: Table, transient: Callable[[Instruction
                   if slot not in alive and slot.kind in handed}
         # What comes from elsewhere is copied to its place in the set. (`saved` has the input of its unit.)
         copied = sum(table.size(slot) for slot in step.effect.reads
-                     if slot not in alive and (slot.kind == "grad" or step.item.keep != "all")
+                     if slot not in alive and (slot.kind == SlotKind.GRAD or step.item.keep != "all")
                      and slot.kind not in PARAMETER_KINDS)
         alive |= {slot: table.size(slot) for slot in _made(step.effect, table)}
         peak = max(peak, sum(alive.values()) + copied + transient(step.item))

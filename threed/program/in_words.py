@@ -4,18 +4,31 @@
 from __future__ import annotations
 
 from threed.program.entries import ParameterUnit
+from threed.program.instruction import SlotKind
 from threed.program.table import Table
 
-_SLOTS = {
-    "act": "output", "grad": "gradient of the output", "saved": "saved for the backward",
-    "kept": "input, kept for recomputation", "kpart": "part of the kept input",
-    "actpart": "part of the output", "gradpart": "part of the output's gradient",
-    "operands": "operands of weight gradients", "logits": "logits of the last token",
-    "param": "parameters, whole", "pshard": "shard of the parameters", "state": "optimizer state",
-    "wgrad": "gradient, of this rank's samples", "wsum": "gradient, summed over tp",
-    "gpart": "gradient, summed over a shard group", "gfull": "gradient, summed over all shard groups",
-    "gshard": "shard of the gradient", "gprev": "gradient of the step before",
-    "snapshot": "copy for the next checkpoint", "loss": "sum of losses", "scale": "factor of gradients"}
+_SLOTS: dict[str, str] = {
+    SlotKind.ACT: "output",
+    SlotKind.GRAD: "gradient of the output",
+    SlotKind.SAVED: "saved for the backward",
+    SlotKind.KEPT: "input, kept for recomputation",
+    SlotKind.KEPT_PART: "part of the kept input",
+    SlotKind.ACT_PART: "part of the output",
+    SlotKind.GRAD_PART: "part of the output's gradient",
+    SlotKind.OPERANDS: "operands of weight gradients",
+    SlotKind.LOGITS: "logits of the last token",
+    SlotKind.PARAM: "parameters, whole",
+    SlotKind.PARAM_SHARD: "shard of the parameters",
+    SlotKind.STATE: "optimizer state",
+    SlotKind.WEIGHT_GRAD: "gradient, of this rank's samples",
+    SlotKind.TP_SUM: "gradient, summed over tp",
+    SlotKind.SHARD_SUM: "gradient, summed over a shard group",
+    SlotKind.REPLICA_SUM: "gradient, summed over all shard groups",
+    SlotKind.GRAD_SHARD: "shard of the gradient",
+    SlotKind.PREVIOUS_GRAD: "gradient of the step before",
+    SlotKind.SNAPSHOT: "copy for the next checkpoint",
+    SlotKind.LOSS: "sum of losses",
+    SlotKind.SCALE: "factor of gradients"}
 # Tensors that the layers of experts hand on (models/layers/experts.py); others have their own name.
 _HANDED = {
     "picks": "choices of experts", "counts": "numbers of tokens for experts",

@@ -3,30 +3,10 @@
 One optimizer step of one pipeline position is a flat list of instructions. Ranks that share a position (its
 dp and tp peers) run the same program, so a plan holds one program a position, whatever the size of the mesh.
 
-A **slot** is a named value:
-
-    act u3 m1        output of compute unit 3 for micro-batch 1, which FORWARD of unit 4 reads
-    grad u3 m1       the loss's gradient with respect to act u3 m1
-    saved u3 m1      what FORWARD keeps for BACKWARD
-    logits u9 m1     the logits of each sequence's last token, which FORWARD makes to generate text
-    kept u3 m1       what FORWARD keeps for RECOMPUTE: its input
-    kpart u3 m1      this tp rank's part of kept u3 m1
-    actpart u3 m1    this tp rank's part of act u3 m1, on its way to another position
-    gradpart u3 m1   this tp rank's part of grad u3 m1, on its way to another position
-    operands u3 m1   what BACKWARD_INPUT leaves for BACKWARD_WEIGHT
-    normed u3 m1     a tensor that u3 hands to later units of its stage: a norm's output, which tiles share
-    gnormed u3 m1    the gradient with respect to normed u3 m1, added up over those units
-    param p3         a parameter unit, whole (this tp rank's part), as compute units read it
-    pshard p3        this rank's shard of p3, which STEP updates
-    state p3         optimizer state of that shard
-    wgrad p3         gradient of p3, accumulated over micro-batches on this rank
-    wsum p3          the same, summed over tp (where tp ranks hold partial gradients)
-    gpart p3         the same, summed over dp or over one shard group, on the rank that keeps it
-    gfull p3         the same, summed over all shard groups, still without the other end of a tied embedding
-    gshard p3        the gradient, reduced over everything, which CLIP and STEP read
-    gprev p3         gshard p3 of the step before, which waits for its STEP (offload.overlap=next)
-    snapshot p3      a copy of what the next checkpoint saves of p3
-    loss, scale      the sum of losses; the factor by which STEP multiplies gradients, which CLIP computes
+A **slot** is a named value, such as `act u3 m1`, the output of compute unit 3 for micro-batch 1, or
+`gshard p3`, this rank's shard of the gradient of parameter unit 3. `SlotKind` has the kinds. A tensor that a
+unit hands to later units of its stage is a kind of its own: `normed u3 m1` is a norm's output, which tiles
+share, and `gnormed u3 m1` its gradient, added up over those units.
 
 A slot is on a tier: the device, its host, or a disk. The name of a slot that is not on the device begins with
 its tier: `host_kept u3 m1`.
@@ -120,18 +100,52 @@ class Tier(StrEnum):
 
 
 _TIERS = list(Tier)
+class SlotKind(StrEnum):
+    """What a slot holds, besides the tensors that units hand on. Plans print the values, and digests hash
+    them."""
+
+    __hash__ = str.__hash__  # as of Op
+
+    # of a compute unit and a micro-batch
+    ACT = "act"  # the unit's output, which FORWARD of the next unit reads
+    ACT_PART = "actpart"  # this tp rank's part of it, on its way to another position
+    GRAD = "grad"  # the loss's gradient with respect to the output
+    GRAD_PART = "gradpart"  # this tp rank's part of it, on its way to another position
+    SAVED = "saved"  # what FORWARD keeps for BACKWARD
+    KEPT = "kept"  # what FORWARD keeps for RECOMPUTE: the unit's input
+    KEPT_PART = "kpart"  # this tp rank's part of it
+    OPERANDS = "operands"  # what BACKWARD_INPUT leaves for BACKWARD_WEIGHT
+    LOGITS = "logits"  # those of each sequence's last token, which FORWARD makes to generate text
+    # of a parameter unit
+    PARAM = "param"  # all of it (this tp rank's part), as compute units read it
+    PARAM_SHARD = "pshard"  # this rank's shard, which STEP updates
+    STATE = "state"  # optimizer state of that shard
+    WEIGHT_GRAD = "wgrad"  # the gradient, accumulated over micro-batches on this rank
+    TP_SUM = "wsum"  # the same, summed over tp (where tp ranks hold partial gradients)
+    SHARD_SUM = "gpart"  # the same, summed over dp or over one shard group, on the rank that keeps it
+    REPLICA_SUM = "gfull"  # the same, summed over all shard groups, without the other end of a tied embedding
+    GRAD_SHARD = "gshard"  # the gradient, reduced over everything, which CLIP and STEP read
+    PREVIOUS_GRAD = "gprev"  # that of the step before, which waits for its STEP (offload.overlap=next)
+    SNAPSHOT = "snapshot"  # a copy of what the next checkpoint saves of the unit
+    # of a position
+    LOSS = "loss"  # the sum of losses
+    SCALE = "scale"  # the factor by which STEP multiplies gradients, which CLIP computes
+
+
+MESSAGE_KINDS = (SlotKind.ACT, SlotKind.GRAD)  # what positions send to each other
 # Kinds of slots that RELEASE cuts over tp ranks -> the kind of a rank's part, from which GATHER makes the
 # whole.
-PARTS = {"kept": "kpart", "act": "actpart", "grad": "gradpart"}
+PARTS: dict[str, str] = {SlotKind.KEPT: SlotKind.KEPT_PART, SlotKind.ACT: SlotKind.ACT_PART,
+                         SlotKind.GRAD: SlotKind.GRAD_PART}
 WHOLES = {part: kind for kind, part in PARTS.items()}
-# Kinds of slots, besides those of the tensors that units hand on and of their gradients.
-PARAMETER_KINDS = frozenset({"param", "pshard", "state", "wgrad", "wsum", "gpart", "gfull", "gshard", "gprev",
-                             "snapshot"})
-KINDS = PARAMETER_KINDS | {*PARTS, *PARTS.values(), "saved", "operands", "logits", "loss", "scale"}
+PARAMETER_KINDS: frozenset[str] = frozenset({
+    SlotKind.PARAM, SlotKind.PARAM_SHARD, SlotKind.STATE, SlotKind.WEIGHT_GRAD, SlotKind.TP_SUM,
+    SlotKind.SHARD_SUM, SlotKind.REPLICA_SUM, SlotKind.GRAD_SHARD, SlotKind.PREVIOUS_GRAD, SlotKind.SNAPSHOT})
+KINDS: frozenset[str] = frozenset(SlotKind)
 
 
 class Slot(NamedTuple):
-    kind: str
+    kind: str  # a SlotKind, or the name of a tensor that a unit hands on, or of its gradient
     unit: int = -1
     microbatch: int = -1
     tier: Tier = Tier.DEVICE

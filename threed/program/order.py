@@ -24,7 +24,7 @@ from typing import NamedTuple
 from threed.program.buffers import Buffers, pool_of, size_in
 from threed.program.effects import Effects
 from threed.program.forms import Form
-from threed.program.instruction import MESSAGES, Op, Slot, Tier
+from threed.program.instruction import MESSAGES, Op, Slot, SlotKind, Tier
 from threed.program.link import Links, Pair, Step, follow
 from threed.program.table import Table
 
@@ -46,7 +46,8 @@ class Order(NamedTuple):
         program, effects = links.program, links.effects
         jobs = [index for index, item in enumerate(program) if effects[index].lane != "compute"
                 and item.op not in MESSAGES]
-        copies = {slot: index for index in jobs for slot in effects[index].updates if slot.kind == "snapshot"}
+        copies = {slot: index for index in jobs for slot in effects[index].updates
+                  if slot.kind == SlotKind.SNAPSHOT}
         ends = sorted({*jobs}.difference(copies.values()))
         last = {effects[index].lane: index for index in ends}
         first = {effects[index].lane: index for index in reversed(jobs)}
@@ -120,7 +121,7 @@ def _by_allocator(forms: Sequence[Form]) -> Iterator[Pair]:
     back, and a tensor travels, after that. And kept inputs leave one at a time: behind a slow link they would
     pile up, in memory that no plan counts."""
     moves = {form for form in dict.fromkeys(forms)
-             if (form.effect.lane in ("d2h", "h2d") and form.item.kind in ("kept", "kpart"))
+             if (form.effect.lane in ("d2h", "h2d") and form.item.kind in (SlotKind.KEPT, SlotKind.KEPT_PART))
              or (form.item.of_slot and form.effect.lane != "compute")}
     computed = -1  # the latest instruction of the compute lane
     leaving = [-1, -1]  # the last two that take a kept input to the host
@@ -198,10 +199,12 @@ class Users:
     def _own(self, slot: Slot) -> Slot:
         """The slot whose memory this one's is a part of: a shard of parameters that stay whole, and a
         gradient that waits for its STEP where it is."""
-        if slot.kind == "pshard" and slot.tier == Tier.DEVICE and self.table.parameters[slot.unit].whole:
-            return slot._replace(kind="param")
-        if slot.kind == "gprev" and slot.tier == self.table.shards.gradient(slot.unit).tier:
-            return slot._replace(kind="wgrad" if self.table.shards.in_place(slot.unit) else "gshard")
+        on_device, table = slot.tier == Tier.DEVICE, self.table
+        if slot.kind == SlotKind.PARAM_SHARD and on_device and table.parameters[slot.unit].whole:
+            return slot._replace(kind=SlotKind.PARAM)
+        if slot.kind == SlotKind.PREVIOUS_GRAD and slot.tier == table.shards.gradient(slot.unit).tier:
+            inside = table.shards.in_place(slot.unit)
+            return slot._replace(kind=SlotKind.WEIGHT_GRAD if inside else SlotKind.GRAD_SHARD)
         return slot
 
     def _pool(self, slot: Slot) -> tuple[str, int] | None:

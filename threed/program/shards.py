@@ -9,7 +9,7 @@ from threed.base.quantity import BYTES
 from threed.optim.base import Buffer
 from threed.optim.registry import optimizer_called
 from threed.program.entries import ParameterUnit, Reduction
-from threed.program.instruction import Slot, Tier
+from threed.program.instruction import Slot, SlotKind, Tier
 from threed.program.settings import Elements, UpdateSettings, ZeroSettings
 
 
@@ -62,15 +62,16 @@ class Shards:
 
     def weight(self, unit: int) -> Slot:
         """The slot of the weights that stays from step to step, and that STEP updates."""
-        return Slot("pshard" if self.is_cut(unit) else "param", unit, tier=self.units[unit].weight_home)
+        kind = SlotKind.PARAM_SHARD if self.is_cut(unit) else SlotKind.PARAM
+        return Slot(kind, unit, tier=self.units[unit].weight_home)
 
     def state(self, unit: int) -> Slot:
         """The slot of the optimizer's state."""
-        return Slot("state", unit, tier=self.units[unit].state_home)
+        return Slot(SlotKind.STATE, unit, tier=self.units[unit].state_home)
 
     def gradient(self, unit: int) -> Slot:
         """The reduced gradient, as CLIP reads it."""
-        return Slot("gshard", unit, tier=Tier.HOST if self.streams(unit) else Tier.DEVICE)
+        return Slot(SlotKind.GRAD_SHARD, unit, tier=Tier.HOST if self.streams(unit) else Tier.DEVICE)
 
     def away(self, unit: int) -> bool:
         """Whether the optimizer's state is off the device: the host steps the unit."""
@@ -97,16 +98,16 @@ class Shards:
     def size(self, slot: Slot) -> int:
         """Bytes of a slot of a parameter unit on one rank."""
         unit = self.units[slot.unit]
-        if slot.kind == "param":
+        if slot.kind == SlotKind.PARAM:
             return unit.numel * self.param_bytes(slot.unit)
-        if slot.kind == "pshard":  # the shard of a unit that stays whole is a part of the whole unit's buffer
+        if slot.kind == SlotKind.PARAM_SHARD:  # that of a unit that stays whole is a part of its buffer
             inside = unit.whole and slot.tier == Tier.DEVICE
             return 0 if inside else self.numel(slot.unit) * self.param_bytes(slot.unit)
-        if slot.kind == "state":
+        if slot.kind == SlotKind.STATE:
             return self.numel(slot.unit) * self.state_bytes(slot.tier, slot.unit)
-        if slot.kind == "wgrad":
+        if slot.kind == SlotKind.WEIGHT_GRAD:
             return unit.numel * self.elements.grad
         # A snapshot is fp32; at every ZeRO stage, each rank of one shard group copies its part of it.
-        if slot.kind == "snapshot":
+        if slot.kind == SlotKind.SNAPSHOT:
             return unit.numel // unit.shards * 4 * self.kept_kinds(slot.unit)
         return self.numel(slot.unit) * self.elements.grad

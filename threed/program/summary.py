@@ -11,7 +11,7 @@ from threed.base.mesh import AXES, FOLDS, QUIET
 from threed.base.quantity import ring, show_bytes, show_count
 from threed.base.texttable import render
 from threed.program.analysis import Analysis
-from threed.program.instruction import WHOLES, Op, Slot, Tier
+from threed.program.instruction import MESSAGE_KINDS, WHOLES, Op, Slot, SlotKind, Tier
 from threed.program.link import Memory
 from threed.program.seam import seam_of
 from threed.program.table import Table
@@ -20,8 +20,8 @@ from threed.program.traffic import moved_by, sent_by
 
 def activations(table: Table) -> tuple[str, ...]:
     """Kinds of slots that hold activations and their gradients."""
-    kinds = ("act", "grad", "saved", "kept", *WHOLES, "operands", *table.handed)
-    return (*kinds, "logits") if table.logits else kinds
+    kinds = (*MESSAGE_KINDS, SlotKind.SAVED, SlotKind.KEPT, *WHOLES, SlotKind.OPERANDS, *table.handed)
+    return (*kinds, SlotKind.LOGITS) if table.logits else kinds
 
 
 @dataclass(frozen=True)
@@ -125,12 +125,12 @@ def parameter_bytes(table: Table, unit: int) -> int:
     held = table.parameters[unit]
     if held.weight_home != Tier.DEVICE:
         return 0
-    return table.size(Slot("param" if held.whole else "pshard", unit))
+    return table.size(Slot(SlotKind.PARAM if held.whole else SlotKind.PARAM_SHARD, unit))
 
 
 def gradient_bytes(table: Table, unit: int) -> int:
     """Of the gradient of a unit that trains, on the device all the time."""
-    kind = "wgrad" if table.shards.in_place(unit) else "gshard"
+    kind = SlotKind.WEIGHT_GRAD if table.shards.in_place(unit) else SlotKind.GRAD_SHARD
     return 0 if table.shards.streams(unit) else table.size(Slot(kind, unit))
 
 
@@ -151,7 +151,7 @@ def _frozen(table: Table, position: int) -> Frozen | None:
 
 def snapshot_bytes(table: Table, position: int) -> int:
     """Bytes of the copy from which a checkpoint is written while the run goes on."""
-    return sum(table.size(slot) for slot in seam_of(table, position) if slot.kind == "snapshot")
+    return sum(table.size(slot) for slot in seam_of(table, position) if slot.kind == SlotKind.SNAPSHOT)
 
 
 def _away(table: Table, position: int) -> dict[Tier, int]:

@@ -10,7 +10,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from threed.program.entries import ComputeUnit, ParameterUnit, gradient_kind
-from threed.program.instruction import PARAMETER_KINDS, WHOLES, Instruction, Slot
+from threed.program.instruction import (
+    MESSAGE_KINDS,
+    PARAMETER_KINDS,
+    WHOLES,
+    Instruction,
+    Slot,
+    SlotKind,
+)
 from threed.program.names import GENERATE
 from threed.program.settings import (
     WHOLE_MESSAGES,
@@ -96,12 +103,12 @@ class Table:
     def cut_over(self, kind: str) -> tuple[str, int]:
         """The group over which RELEASE cuts a kind of slot, empty where there is none, and its ranks."""
         settings = self.activation
-        return ((settings.partition, settings.parts) if kind == "kept" else
+        return ((settings.partition, settings.parts) if kind == SlotKind.KEPT else
                 (self.messages.group, self.messages.parts))
 
     def sent_in_parts(self, kind: str, unit: int) -> bool:
         """Whether an act or a grad can be cut: it is one flat buffer, and its elements divide."""
-        if not self.messages.group or not 0 <= unit < len(self.units) or kind not in ("act", "grad"):
+        if not self.messages.group or not 0 <= unit < len(self.units) or kind not in MESSAGE_KINDS:
             return False
         output = self.units[unit].output
         elements = self.size(Slot(kind, unit)) // self.elements.param
@@ -130,33 +137,34 @@ class Table:
 
     def waiting(self, position: int) -> tuple[Slot, ...]:
         """The gradients of a position that wait for a STEP in the next program."""
-        return tuple(self.shards.gradient(p)._replace(kind="gprev") for p in self.stepped(position)
-                     if self.update.overlap and self.shards.away(p))
+        return tuple(self.shards.gradient(p)._replace(kind=SlotKind.PREVIOUS_GRAD)
+                     for p in self.stepped(position) if self.update.overlap and self.shards.away(p))
 
     def size(self, slot: Slot) -> int:
         """Bytes of a slot on one rank."""
-        if slot.kind in ("loss", "scale", "wsum"):  # `wsum` is summed in place
+        if slot.kind in (SlotKind.LOSS, SlotKind.SCALE, SlotKind.TP_SUM):  # `wsum` is summed in place
             return 0
         if slot.kind in PARAMETER_KINDS:
             return self.shards.size(slot)
         unit = self.units[slot.unit]
         if (whole := WHOLES.get(slot.kind)) is not None:
             return self.size(slot._replace(kind=whole)) // self.cut_over(whole)[1]
-        if slot.kind == "kept":
+        if slot.kind == SlotKind.KEPT:
             return self._size_of_kept(slot)
-        if slot.kind in ("act", "grad"):
+        if slot.kind in MESSAGE_KINDS:
             made = unit.output or Outflow(self.act_bytes, self.act_bytes)
-            return made.bytes if slot.kind == "act" else made.grad_bytes
+            return made.bytes if slot.kind == SlotKind.ACT else made.grad_bytes
         for handed in unit.makes:
             if slot.kind in (handed.name, gradient_kind(handed.name)):
                 return handed.bytes
             if handed.over and slot.kind in (handed.becomes, gradient_kind(handed.becomes)):
                 return handed.arriving_bytes
-        if slot.kind == "logits":
+        if slot.kind == SlotKind.LOGITS:
             return self.logits.bytes[slot.unit] if self.logits else 0
-        return {"saved": unit.saved_bytes, "operands": unit.operand_bytes}[slot.kind]
+        sizes: dict[str, int] = {SlotKind.SAVED: unit.saved_bytes, SlotKind.OPERANDS: unit.operand_bytes}
+        return sizes[slot.kind]
 
     def _size_of_kept(self, slot: Slot) -> int:
         if slot.unit == 0 or not (self.keeps_stream(slot.unit) or self.units[slot.unit - 1].output):
             return 0
-        return self.size(Slot("act", slot.unit - 1))
+        return self.size(Slot(SlotKind.ACT, slot.unit - 1))

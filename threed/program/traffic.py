@@ -9,7 +9,7 @@ from __future__ import annotations
 from threed.base.mesh import GROUPS
 from threed.base.quantity import add_up, ring
 from threed.program.entries import ParameterUnit, Reduction
-from threed.program.instruction import COMPUTE, PARTS, Instruction, Op, Tier
+from threed.program.instruction import COMPUTE, PARTS, Instruction, Op, SlotKind, Tier
 from threed.program.table import Table
 from threed.program.trips import trip_of
 
@@ -57,5 +57,5 @@ def moved_by(table: Table, instruction: Instruction) -> int:
     if instruction.op not in (Op.OFFLOAD, Op.FETCH):
         return 0
     slot = instruction.slot
-    inside = instruction.op == Op.FETCH and slot.kind == "pshard" and table.size(slot) == 0
+    inside = instruction.op == Op.FETCH and slot.kind == SlotKind.PARAM_SHARD and table.size(slot) == 0
     return table.size(slot.on(Tier.HOST) if inside else slot)  # inside: of a whole unit's buffer

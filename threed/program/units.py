@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from threed.base.quantity import show_bytes
-from threed.program.instruction import Slot
+from threed.program.instruction import Slot, SlotKind
 from threed.program.plan import Plan
 
 _BLOCK = re.compile(r"(.*?\.\d+)(.*)")  # blocks.3, and .experts: the part of it
@@ -39,7 +39,7 @@ def parameter_units(plan: Plan, contents: Contents) -> list[dict[str, Any]]:
             "kept_whole": unit.whole, "reductions": [step.group for step in unit.reductions],
             "elements": unit.numel - unit.padding, "padding": unit.padding,
             "weights": unit.weight_home, "optimizer": unit.state_home,
-            "whole_bytes": table.size(Slot("param", index)),
+            "whole_bytes": table.size(Slot(SlotKind.PARAM, index)),
             "shard_bytes": table.shards.numel(index) * table.shards.param_bytes(index),
             "trains": unit.trains,
             "optimizer_bytes": table.size(table.shards.state(index)) * unit.trains,

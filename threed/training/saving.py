@@ -23,6 +23,7 @@ from threed.comm.group import Comm
 from threed.engine.engine import Engine
 from threed.engine.watch import Watch
 from threed.monitor.log import Log
+from threed.program.instruction import SlotKind
 from threed.program.plan import Plan
 from threed.program.seam import seam_of
 from threed.program.trace import Trace
@@ -37,7 +38,7 @@ PATIENCE_S = 10.0  # how long a run waits for a save under way when the next one
 def check_room(plan: Plan, comm: Comm) -> None:
     """InputError where a host lacks memory for the copies from which its ranks write checkpoints."""
     table, here = plan.table, socket.gethostname()
-    copies = [slot for slot in seam_of(table, comm.here.position) if slot.kind == "snapshot"]
+    copies = [slot for slot in seam_of(table, comm.here.position) if slot.kind == SlotKind.SNAPSHOT]
     mine = sum(table.size(slot) for slot in copies
                if comm.is_first_copy(table.parameters[slot.unit].fold))
     everywhere = comm.all_gather((here, mine))

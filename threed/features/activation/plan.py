@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
-from threed.program.instruction import BACKWARDS, Instruction, Op, Programs, Slot, insert
+from threed.program.instruction import BACKWARDS, Instruction, Op, Programs, Slot, SlotKind, insert
 from threed.program.table import Table
 
 Program = list[Instruction]
@@ -38,7 +38,7 @@ def _saves(table: Table, u: int) -> int:
     """Bytes of a micro-batch by which a unit keeps less if it is recomputed. It keeps its input instead, and
     what has come that its FORWARD would free."""
     unit = table.units[u]
-    return unit.saved_bytes - table.size(Slot("kept", u)) - sum(
+    return unit.saved_bytes - table.size(Slot(SlotKind.KEPT, u)) - sum(
         table.size(Slot(read.name, read.unit)) for read in unit.reads if read.spent)
 
 
@@ -97,11 +97,11 @@ def partition(programs: Programs, table: Table) -> Programs:
         out: Program = []
         for item in program:
             if item.op == Op.RECOMPUTE and table.keeps_stream(item.unit):
-                out.append(Instruction(Op.GATHER, item.unit, item.microbatch, kind="kept",
+                out.append(Instruction(Op.GATHER, item.unit, item.microbatch, kind=SlotKind.KEPT,
                                        group=table.activation.partition))
             out.append(item)
             if item.op == Op.FORWARD and item.keep == "input" and table.keeps_stream(item.unit):
-                out.append(Instruction(Op.RELEASE, item.unit, item.microbatch, kind="kept"))
+                out.append(Instruction(Op.RELEASE, item.unit, item.microbatch, kind=SlotKind.KEPT))
         result.append(out)
     return result
 
@@ -111,9 +111,9 @@ def offload(programs: Programs, table: Table) -> Programs:
     left on the device."""
     if not table.activation.offload:
         return programs
-    kind, writer, reader = "kept", Op.FORWARD, Op.RECOMPUTE
+    kind, writer, reader = SlotKind.KEPT, Op.FORWARD, Op.RECOMPUTE
     if table.activation.partition:
-        kind, writer, reader = "kpart", Op.RELEASE, Op.GATHER
+        kind, writer, reader = SlotKind.KEPT_PART, Op.RELEASE, Op.GATHER
     result = []
     for program in programs:
         uses = [index for index, item in enumerate(program)

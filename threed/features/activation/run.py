@@ -9,7 +9,7 @@ import torch
 
 from threed.comm.group import Comm
 from threed.program.buffers import Buffers
-from threed.program.instruction import PARTS, Instruction, Op
+from threed.program.instruction import PARTS, Instruction, Op, SlotKind
 from threed.program.slots import Slots
 from threed.program.table import Table
 from threed.tensor.packing import PackedStream
@@ -43,7 +43,7 @@ class ActivationRun:
         whole = slots.get(instruction.slot)
         part = whole.reshape(group.size(), -1)[group.rank()]
         slots.put(instruction.slot._replace(kind=PARTS[kind]),
-                  self._store(part) if self.in_arena and kind == "kept" else part.clone())
+                  self._store(part) if self.in_arena and kind == SlotKind.KEPT else part.clone())
 
     def gather(self, instruction: Instruction, slots: Slots) -> None:
         """All-gather the parts of all ranks of the group."""
@@ -52,9 +52,11 @@ class ActivationRun:
         part = slots.get(instruction.slot._replace(kind=PARTS[kind]))
         whole = part.new_empty(group.size() * part.numel())
         group.all_gather(whole, part.view(-1)).wait()
-        if self.in_arena and kind == "kept":
+        if self.in_arena and kind == SlotKind.KEPT:
             self.arena.give(part)
-        slots.put(instruction.slot, whole if kind == "kept" else self.stream(instruction.unit).whole(whole))
+        if kind != SlotKind.KEPT:
+            whole = self.stream(instruction.unit).whole(whole)
+        slots.put(instruction.slot, whole)
 
     def _store(self, x: torch.Tensor) -> torch.Tensor:
         return self.arena.take(x.numel()).view(x.shape).copy_(x)

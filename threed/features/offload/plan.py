@@ -23,7 +23,7 @@ from collections import defaultdict
 from collections.abc import Collection, Sequence
 
 from threed.program.forms import Forms
-from threed.program.instruction import COMPUTE, Instruction, Op, Programs, Tier, insert
+from threed.program.instruction import COMPUTE, Instruction, Op, Programs, SlotKind, Tier, insert
 from threed.program.table import Table
 
 Program = list[Instruction]
@@ -111,7 +111,7 @@ def _split(program: Program, table: Table, away: Collection[int]) -> tuple[Progr
             out.append(item)
         if item.op == Op.REDUCE and not item.of_slot and table.shards.streams(item.unit):
             if item.group == table.shards.reductions(item.unit)[-1].group:
-                out.append(Instruction(Op.OFFLOAD, item.unit, kind="gshard"))
+                out.append(Instruction(Op.OFFLOAD, item.unit, kind=SlotKind.GRAD_SHARD))
     return out, [item for item in program if item.op == Op.STEP and item.unit not in away]
 
 
@@ -119,14 +119,14 @@ def _turns(away: Sequence[int], table: Table, age: str) -> list[Program]:
     """The STEPs of units whose state is off the device, as a pipeline: in one turn what a unit's step reads
     comes to the host, one unit is stepped, and what a step has changed goes home. `age`: of the gradients."""
     turns: list[Program] = []
-    gradient = "gprev" if age else "gshard"
+    gradient = SlotKind.PREVIOUS_GRAD if age else SlotKind.GRAD_SHARD
     for turn in range(len(away) + 2):
         items: Program = []
         for unit in away[turn:turn + 1]:
             if not table.shards.streams(unit):
                 items.append(Instruction(Op.OFFLOAD, unit, kind=gradient))
             if table.parameters[unit].state_home == Tier.DISK:
-                items.append(Instruction(Op.FETCH, unit, kind="state", tier=Tier.HOST))
+                items.append(Instruction(Op.FETCH, unit, kind=SlotKind.STATE, tier=Tier.HOST))
         if 1 <= turn <= len(away):
             items.append(Instruction(Op.STEP, away[turn - 1], age=age))
         if turn >= 2:
@@ -143,7 +143,7 @@ def _home(unit: int, table: Table) -> Program:
     elif weight.tier == Tier.DISK:
         home.append(Instruction(Op.OFFLOAD, unit, kind=weight.kind, tier=Tier.HOST))
     if table.shards.state(unit).tier == Tier.DISK:
-        home.append(Instruction(Op.OFFLOAD, unit, kind="state", tier=Tier.HOST))
+        home.append(Instruction(Op.OFFLOAD, unit, kind=SlotKind.STATE, tier=Tier.HOST))
     return home
 
 
@@ -151,7 +151,7 @@ def _first_uses(program: Program, table: Table, position: int) -> dict[int, int]
     """Parameter unit -> index of the first instruction that computes with its weights."""
     uses: dict[int, int] = {}
     forms = Forms(table).of(program, position)
-    reads = {form: [slot.unit for slot in form.effect.reads if slot.kind == "param"]
+    reads = {form: [slot.unit for slot in form.effect.reads if slot.kind == SlotKind.PARAM]
              for form in dict.fromkeys(forms) if form.item.op in COMPUTE}
     for index, form in enumerate(forms):
         for unit in reads.get(form, ()):
@@ -162,7 +162,7 @@ def _first_uses(program: Program, table: Table, position: int) -> dict[int, int]
 def snapshot(_: Programs, table: Table) -> Programs:
     """Between two steps: copy the content of a checkpoint to the host, beside the next step. A unit's next
     STEP waits for the unit's copy."""
-    return [[Instruction(Op.OFFLOAD, p, kind="snapshot") for p in table.copied(position)]
+    return [[Instruction(Op.OFFLOAD, p, kind=SlotKind.SNAPSHOT) for p in table.copied(position)]
             for position in range(table.num_positions)]
 
 
@@ -178,7 +178,7 @@ def parameters(programs: Programs, table: Table) -> Programs:
                    and table.parameters[item.unit].weight_home != Tier.DEVICE]
         before: dict[int, Program] = defaultdict(list)
         written = {item.unit: index for index, item in enumerate(program)  # new values, to the disk
-                   if item.op == Op.OFFLOAD and item.kind == "pshard" and item.tier == Tier.HOST}
+                   if item.op == Op.OFFLOAD and item.kind == SlotKind.PARAM_SHARD and item.tier == Tier.HOST}
         for use, index in enumerate(gathers):
             unit = program[index].unit
             if table.parameters[unit].weight_home == Tier.DISK:
@@ -186,8 +186,8 @@ def parameters(programs: Programs, table: Table) -> Programs:
                 # Not earlier if the GATHER before is of the same unit, or new values are written behind it.
                 same, late = program[ahead].unit == unit, ahead <= home < index
                 before[index if same else home + 1 if late else ahead].append(
-                    Instruction(Op.FETCH, unit, kind="pshard", tier=Tier.HOST))
+                    Instruction(Op.FETCH, unit, kind=SlotKind.PARAM_SHARD, tier=Tier.HOST))
         for index in gathers:
-            before[index].append(Instruction(Op.FETCH, program[index].unit, kind="pshard"))
+            before[index].append(Instruction(Op.FETCH, program[index].unit, kind=SlotKind.PARAM_SHARD))
         result.append(insert(program, before, {}))
     return result

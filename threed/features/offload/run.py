@@ -11,7 +11,7 @@ from threed.comm.group import Comm
 from threed.comm.lanes import Job, copy
 from threed.devices import device_of
 from threed.program.buffers import Buffers
-from threed.program.instruction import Instruction, Op, Slot, Tier
+from threed.program.instruction import Instruction, Op, Slot, SlotKind, Tier
 from threed.program.slots import Slots
 from threed.program.table import Table
 from threed.tensor.pool import Pool
@@ -63,22 +63,22 @@ class OffloadRun:
 
     def offload(self, instruction: Instruction, slots: Slots) -> Job | None:
         here = instruction.slot
-        if here.kind in ("kept", "kpart"):
+        if here.kind in (SlotKind.KEPT, SlotKind.KEPT_PART):
             return self._keep_on_host(here, slots)
         state = self.states[here.unit]
-        if here.kind == "snapshot":
+        if here.kind == SlotKind.SNAPSHOT:
             return state.take_snapshot()
         slots.put(here.below, True)
-        if here.kind in ("gshard", "gprev"):
+        if here.kind in (SlotKind.GRAD_SHARD, SlotKind.PREVIOUS_GRAD):
             return state.gradient.offload()
-        return state.optimizer_state.offload() if here.kind == "state" else state.weights.offload()
+        return state.optimizer_state.offload() if here.kind == SlotKind.STATE else state.weights.offload()
 
     def fetch(self, instruction: Instruction, slots: Slots) -> Job:
         here = instruction.slot
-        if here.kind in ("kept", "kpart"):
+        if here.kind in (SlotKind.KEPT, SlotKind.KEPT_PART):
             return self._bring_back(here, slots)
         state = self.states[here.unit]
-        if here.kind == "state":
+        if here.kind == SlotKind.STATE:
             value, job = state.optimizer_state.fetch()
         elif here.tier == Tier.HOST:
             value, job = state.weights.stage()

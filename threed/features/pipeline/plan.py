@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from threed.base.errors import PlanError
 from threed.program.forms import Forms
-from threed.program.instruction import COMPUTE, Instruction, Op, Programs
+from threed.program.instruction import COMPUTE, MESSAGE_KINDS, Instruction, Op, Programs, SlotKind
 from threed.program.pairs import cost_in_pair
 from threed.program.table import Table
 from threed.program.trips import leaving, trip_of
@@ -122,11 +122,11 @@ def _passing(program: Sequence[Instruction], table: Table, position: int) -> lis
         if item.op in COMPUTE:
             takes = cost_in_pair(item, table) if costs else _cost(
                 item.op, table.units[item.unit].forward_flops)
-        reads, writes = (tuple((slot.kind, slot.unit) for slot in slots if slot.kind in ("act", "grad"))
+        reads, writes = (tuple((slot.kind, slot.unit) for slot in slots if slot.kind in MESSAGE_KINDS)
                          for slots in (form.effect.reads, form.effect.writes))
         reads += tuple((slot.kind, slot.unit) for slot in form.effect.reads
                        if (slot.kind, slot.unit) in travelled)
-        readers = tuple(table.position(unit + (kind == "act")) for kind, unit in writes)
+        readers = tuple(table.position(unit + (kind == SlotKind.ACT)) for kind, unit in writes)
         moves = [(trip_of(each, table).target, each) for each in items]
         known[form] = _Passing(takes, reads, tuple(zip(writes, readers, strict=True)), tuple(
             ((slot.kind, slot.unit), each.group, cost_in_pair(each, table)) for slot, each in moves))

@@ -25,7 +25,7 @@ from threed.models.layers.base import Layer, Out
 from threed.models.layers.handing import handing
 from threed.models.tiling import layers_of, new_layers, share_of
 from threed.program.entries import gradient_of
-from threed.program.instruction import WHOLES, Instruction, Op, Slot
+from threed.program.instruction import WHOLES, Instruction, Op, Slot, SlotKind
 from threed.program.slots import Slots
 from threed.program.table import Table
 from threed.schema import Config
@@ -143,37 +143,38 @@ class PipelineRun:
 
     def forward(self, instruction: Instruction, slots: Slots) -> None:
         unit, microbatch = instruction.turn
-        x = slots.get(Slot("act", unit - 1, microbatch)).detach() if unit > 0 else None
+        x = slots.get(Slot(SlotKind.ACT, unit - 1, microbatch)).detach() if unit > 0 else None
         output, saved = self._run(unit, microbatch, x, slots, instruction.keep == "all")
         if instruction.keep == "all":
-            slots.put(Slot("saved", unit, microbatch), saved)
+            slots.put(Slot(SlotKind.SAVED, unit, microbatch), saved)
         elif instruction.keep == "input":
             kept = None if self.table.units[unit].adds else x
             if kept is not None and self.table.keeps_stream(unit):
                 kept = self.inputs.keep(kept)
                 if self.table.activation.offload:
                     kept = self.runner.leaving(kept)
-            slots.put(Slot("kept", unit, microbatch), kept)
+            slots.put(Slot(SlotKind.KEPT, unit, microbatch), kept)
         if unit < self.table.last:
-            slots.put(Slot("act", unit, microbatch), not_none(output.x).detach())
+            slots.put(Slot(SlotKind.ACT, unit, microbatch), not_none(output.x).detach())
         if output.logits is not None:
-            slots.put(Slot("logits", unit, microbatch), output.logits)
+            slots.put(Slot(SlotKind.LOGITS, unit, microbatch), output.logits)
         if not self.table.units[unit].loss and (output.loss is not None or output.penalty is not None):
             raise RunError(f"{self.table.units[unit].name} has returned a loss or a penalty, and none of its "
                            "layers has said so: set `loss = True` on the layer that returns it")
         if self.table.units[unit].loss and instruction.keep != "logits":
-            loss, more = Slot("loss"), addend(output.loss, output.count, output.penalty, self._constants)
+            loss = Slot(SlotKind.LOSS)
+            more = addend(output.loss, output.count, output.penalty, self._constants)
             slots.put(loss, slots.get(loss) + more if loss in slots else more)
 
     def recompute(self, instruction: Instruction, slots: Slots) -> None:
         """FORWARD once more, for its graph. (Dropout depends only on the sample and the element's place, so
         the numbers are the same.)"""
         unit, microbatch = instruction.turn
-        x = slots.get(Slot("kept", unit, microbatch))
+        x = slots.get(Slot(SlotKind.KEPT, unit, microbatch))
         if self.table.keeps_stream(unit):
             x = self.stream(unit - 1).whole(self.inputs.give_back(x))
         _, saved = self._run(unit, microbatch, x, slots, True, again=True)
-        slots.put(Slot("saved", unit, microbatch), saved)
+        slots.put(Slot(SlotKind.SAVED, unit, microbatch), saved)
 
     def _run(self, unit: int, microbatch: int, x: torch.Tensor | None, slots: Slots, backward: bool,
              again: bool = False) -> tuple[Out, SavedGraph | None]:
@@ -267,12 +268,12 @@ class PipelineRun:
         input is tokens, so all of its backward is delayed."""
         unit, microbatch = instruction.turn
         operands = self._propagate(unit, microbatch, slots, delayed=True)
-        slots.put(Slot("operands", unit, microbatch), operands)
+        slots.put(Slot(SlotKind.OPERANDS, unit, microbatch), operands)
 
     @torch.no_grad()
     def backward_weight(self, instruction: Instruction, slots: Slots) -> None:
         unit, microbatch = instruction.turn
-        operands = slots.get(Slot("operands", unit, microbatch))
+        operands = slots.get(Slot(SlotKind.OPERANDS, unit, microbatch))
 
         def body() -> tuple[Tensors, None]:
             while operands:  # each product frees its operands when it is done
@@ -286,7 +287,7 @@ class PipelineRun:
                    delayed: bool = False) -> list[Callable[[], None]] | None:
         """Run a unit's graph: gradients of its input, of the tensors it read, and (by hooks) of its weights.
         `delayed`: returns functions that add the gradients of its weights."""
-        saved: SavedGraph = slots.get(Slot("saved", unit, microbatch))
+        saved: SavedGraph = slots.get(Slot(SlotKind.SAVED, unit, microbatch))
         sums = [gradient_of(Slot(read.name, read.unit, microbatch)) for read in self.table.units[unit].reads
                 if read.grad]
         begun = [slots.get(slot) if slot in slots else None for slot in sums]
@@ -319,7 +320,7 @@ class PipelineRun:
             slots.put(slot, self.runner.leaving(not_none(value)) if leaves else value)
         if unit > 0:
             # A unit that only adds to its input passes the gradient of its output on unchanged.
-            slots.put(Slot("grad", unit - 1, microbatch), grads[0] if passes_on else tensors[-1])
+            slots.put(Slot(SlotKind.GRAD, unit - 1, microbatch), grads[0] if passes_on else tensors[-1])
         return operands
 
     def _by_graph(self, unit: int) -> list[nn.Parameter]:
@@ -342,7 +343,7 @@ class PipelineRun:
         held = self.table.units[unit]
         grads = list[torch.Tensor]()
         if unit < self.table.last:
-            grads = self.stream(unit).gradients(slots.get(Slot("grad", unit, microbatch)))
+            grads = self.stream(unit).gradients(slots.get(Slot(SlotKind.GRAD, unit, microbatch)))
         made = [Slot(each.name, unit, microbatch) for each in held.makes if each.grad]
         grads += [slots.get(gradient_of(slot)) for slot in made]
         return [*grads, *([self.loss_grad] if held.loss else [])]
@@ -350,7 +351,7 @@ class PipelineRun:
     def _mark(self, unit: int, slots: Slots) -> None:
         for parameter_unit in self.table.units[unit].parameters:
             if self.table.parameters[parameter_unit].trains:
-                slots.put(Slot("wgrad", parameter_unit), True)
+                slots.put(Slot(SlotKind.WEIGHT_GRAD, parameter_unit), True)
 
     def send(self, instruction: Instruction, slots: Slots) -> None:
         while self._sends and self._sends[0].done():

@@ -22,7 +22,7 @@ from typing import NamedTuple
 from threed.base.mesh import GROUPS
 from threed.program.entries import Reduction
 from threed.program.forms import Forms
-from threed.program.instruction import Instruction, Op, Programs, insert
+from threed.program.instruction import Instruction, Op, Programs, SlotKind, insert
 from threed.program.pairs import has_pairs
 from threed.program.settings import Elements
 from threed.program.table import Table
@@ -50,16 +50,16 @@ def reductions(numel: int, shards: int, shard_group: str, sums: Sums,
     gradient is summed over them. tie: the two ends of the pipeline each have a part of a tied embedding's
     gradient.
     """
-    steps = [(group, ranks, count, elements.grad, False, "wsum")
+    steps = [(group, ranks, count, elements.grad, False, SlotKind.TP_SUM)
              for group, (ranks, count) in sums.partial.items()]
-    steps.append((shard_group, shards, numel, elements.reduce, True, "gpart"))
+    steps.append((shard_group, shards, numel, elements.reduce, True, SlotKind.SHARD_SUM))
     if sums.copies > 1:
-        steps.append((sums.replica, sums.copies, sums.kept, elements.reduce, True, "gfull"))
+        steps.append((sums.replica, sums.copies, sums.kept, elements.reduce, True, SlotKind.REPLICA_SUM))
     if sums.tied > 1:
-        steps.append(("tie", sums.tied, sums.kept, elements.grad, False, ""))
-    chain, source = [], "wgrad"
+        steps.append(("tie", sums.tied, sums.kept, elements.grad, False, SlotKind.GRAD_SHARD))
+    chain, source = [], SlotKind.WEIGHT_GRAD
     for index, (group, ranks, count, size, staged, target) in enumerate(steps):
-        target = "gshard" if index == len(steps) - 1 else target
+        target = SlotKind.GRAD_SHARD if index == len(steps) - 1 else target
         chain.append(Reduction(group, ranks, source, target, count, size, staged))
         source = target
     return tuple(chain)
@@ -103,7 +103,7 @@ def _reduce(program: Program, table: Table, position: int) -> tuple[Program, Pro
     users: dict[int, set[int]] = defaultdict(set)  # parameter unit -> compute units of these instructions
     forms = Forms(table).of(program, position)
     adds = {form: units for form in dict.fromkeys(forms)
-            if (units := [slot.unit for slot in form.effect.adds if slot.kind == "wgrad"])}
+            if (units := [slot.unit for slot in form.effect.adds if slot.kind == SlotKind.WEIGHT_GRAD])}
     for index, form in enumerate(forms):
         for unit in adds.get(form, ()):
             added[unit].append(index)
@@ -130,7 +130,7 @@ def _gather(program: Program, table: Table, position: int) -> Program:
         return program
     forms = Forms(table).of(program, position)
     read = {form: [slot.unit for slot in form.effect.reads
-                   if slot.kind == "param" and table.shards.is_cut(slot.unit)]
+                   if slot.kind == SlotKind.PARAM and table.shards.is_cut(slot.unit)]
             for form in dict.fromkeys(forms)}
     uses = [(index, read[form]) for index, form in enumerate(forms) if read[form]]
     last = {unit: index for index, units in uses for unit in units}

@@ -23,7 +23,7 @@ from threed.optim.loss_scale import LossScaler
 from threed.optim.rate import learning_rate
 from threed.optim.registry import RULES
 from threed.program.buffers import Buffers
-from threed.program.instruction import Instruction, Op, Slot, Tier
+from threed.program.instruction import Instruction, Op, Slot, SlotKind, Tier
 from threed.program.names import ENTER, TRAIN
 from threed.program.slots import Slots
 from threed.program.table import Table
@@ -102,7 +102,7 @@ class ZeroRun:
     def gather(self, instruction: Instruction, slots: Slots) -> Job:
         group = self.comm.groups[instruction.group]
         whole, shard = self.states[instruction.unit].weights.gather()
-        slots.put(Slot("param", instruction.unit), whole)
+        slots.put(Slot(SlotKind.PARAM, instruction.unit), whole)
         return lambda: group.all_gather(whole, shard).wait()
 
     def release(self, instruction: Instruction, slots: Slots) -> None:
@@ -185,8 +185,8 @@ class ZeroRun:
                     if gradient.squares:  # of the lane that has copied it
                         device.in_use(squared)
                     numbers[0 if counted else 1].add_(squared)
-        if Slot("loss") in slots and self._speaks:
-            numbers[3:] = slots.get(Slot("loss"))
+        if Slot(SlotKind.LOSS) in slots and self._speaks:
+            numbers[3:] = slots.get(Slot(SlotKind.LOSS))
             if self.comm.here.position == self.table.position(self.table.last):  # count tokens once
                 # (`numbers[2] = ...` would be a copy from the host, which waits for all work before it)
                 numbers[2].fill_(self.config.tokens_per_step / self.config.data_ranks)
@@ -205,7 +205,7 @@ class ZeroRun:
         clipped = Clipped(loss, norm, scale / loss_scale / share, finite, loss_scale,
                           total.count if total.counting else None,
                           total.penalty / share if total.penalties else None)
-        slots.put(Slot("scale"), clipped)
+        slots.put(Slot(SlotKind.SCALE), clipped)
         for state in self.stepped.values() if instruction.gradients != "none" else ():
             state.gradient.clip()
             if instruction.gradients == "drop":
@@ -221,7 +221,7 @@ class ZeroRun:
     @torch.no_grad()
     def step(self, instruction: Instruction, slots: Slots) -> Job | None:
         state = self.states[instruction.unit]
-        due = self.waiting if instruction.age == "prev" else self._due(slots.get(Slot("scale")))
+        due = self.waiting if instruction.age == "prev" else self._due(slots.get(Slot(SlotKind.SCALE)))
         assert due is not None
         gradient = state.gradient.step()
         if state.gradient.away:
@@ -259,7 +259,7 @@ class ZeroRun:
         master, parts = state.optimizer_state.master, self._updates(state, gradient, due, out)
         stepped = sum(segment.stop - segment.start for segment in part.segments())
         slots.put(self.table.shards.weight(part.number).on(Tier.HOST), out)
-        slots.put(Slot("state", part.number, tier=Tier.HOST), True)
+        slots.put(Slot(SlotKind.STATE, part.number, tier=Tier.HOST), True)
 
         def job() -> None:
             if due.clipped.finite:

@@ -53,7 +53,7 @@ class ExpertsConfig(ModelConfig):
     expert_groups: int = key(1, "groups of neighbouring experts; those of the best groups alone can be "
                              "chosen", least=1)
     groups_per_token: int = key(1, "of expert_groups, for a token", least=1)
-    moe_every: int = key(1, "after first_dense, one block of each so many has experts, the first of them",
+    moe_every: int = key(1, "after first_dense, every N-th block has experts, beginning with the first",
                          least=1)
     first_dense: int = key(0, "first blocks without experts", least=0)
     moe_room: float = key(2.0, "rows for which memory is planned on a rank, times those of balanced "

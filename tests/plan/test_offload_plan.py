@@ -350,8 +350,8 @@ def test_bytes_of_parameters(where):
      "offload.nvme_path=/disk needs offload.optimizer or offload.parameters to be nvme"),
     (["offload.nvme_path=/disk"],
      "offload.nvme_path=/disk needs offload.optimizer or offload.parameters to be nvme"),
-    (["offload.overlap=next"], "offload.overlap=next needs offload.optimizer=cpu or nvme: what the device "
-                               "steps takes its turn anyway"),
+    (["offload.overlap=next"], "offload.overlap=next needs offload.optimizer=cpu or nvme: with the "
+                               "optimizer on the device there is no delay to overlap"),
     ([*CPU, "offload.overlap=always"], "offload.overlap=always: must be one of"),
     ([*CPU, "offload.overlap=true"], "offload.overlap=True: must be one of"),
     (["offload.gradients=host"], "offload.gradients=host needs offload.optimizer=cpu or nvme: a gradient "

@@ -188,8 +188,7 @@ COMMANDS = {word: call for call, words in _CALLS for word in words.split()}
 
 
 def meant(key: str) -> str | None:
-    """What to use in place of a key that threed has not, by its last part, or that there is no such thing;
-    None where nothing is known of it."""
+    """A suggestion for an unknown key, by its last component; None if there is none."""
     return _WORDS.get(key.lstrip("-").rpartition(".")[2].lower().replace("-", "_"))
 
 

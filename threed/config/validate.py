@@ -199,8 +199,8 @@ def _check_offload(config: Config) -> Iterator[Problem]:
         yield Idle.of("offload.ratio", f"={offload.ratio} needs offload.optimizer=cpu or nvme: it is a "
                       "share of what is offloaded")
     if offload.overlap == "next" and offload.optimizer == "none":
-        yield Idle.of("offload.overlap", "=next needs offload.optimizer=cpu or nvme: what the device steps "
-                      "takes its turn anyway, so there is nothing to hide")
+        yield Idle.of("offload.overlap", "=next needs offload.optimizer=cpu or nvme: with the optimizer "
+                      "on the device there is no delay to overlap")
     if offload.gradients != "auto" and offload.optimizer == "none":
         yield Idle.of("offload.gradients", f"={offload.gradients} needs offload.optimizer=cpu or nvme: a "
                       "gradient goes to the host where it is stepped there")

@@ -22,7 +22,7 @@ from threed.comm.environment import RankPlace
 
 SIGN_S = 2.0  # between two signs of life; as often, rank 0 looks for those of all machines
 SILENCE_S = 30.0  # less may be a loose cable, or TCP that resends
-WORD_S = 0.5  # so long a launcher has the word, which knows by which signal a rank was killed
+WORD_S = 0.5  # grace for the launcher, which knows by which signal a rank was killed, to report first
 MACHINES = "threed/machines"  # key: a line for each machine that has begun, its first rank and its name
 NAMED = 4  # of several machines that have gone at once
 LEFT = "left"  # the last sign of life

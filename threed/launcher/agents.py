@@ -70,8 +70,8 @@ class Script(NamedTuple):
 
 
 def run(args: Namespace, attendant: Attendant) -> int:
-    """Start this machine's ranks by torch's agent, and return the exit status. InputError where the
-    arguments, the config or this machine do not allow it. `args`: torchrun's."""
+    """Start this machine's ranks under torch's agent and return the exit status. `args`: torchrun's.
+    InputError if the arguments, the config or this machine do not allow it."""
     body, first = _work(args)
     limit_s = first.run.connect_timeout_s if first else CONNECT_S
     args.nproc_per_node = str(_size(args.nproc_per_node, first))
@@ -110,7 +110,7 @@ def run(args: Namespace, attendant: Attendant) -> int:
 
 
 def _launch(config: LaunchConfig, body: ConfigSource | Script) -> None:
-    """Start the ranks, and return when all have ended well."""
+    """Start the ranks; return when all have ended successfully."""
     try:
         elastic_launch(config, be_rank)(body, os.getpid())
     finally:
@@ -119,7 +119,7 @@ def _launch(config: LaunchConfig, body: ConfigSource | Script) -> None:
 
 
 def _work(args: Namespace) -> tuple[ConfigSource | Script, Config | None]:
-    """What ranks do, and its config where that is known."""
+    """What ranks run, and its config if it is known yet."""
     if args.training_script.endswith(".py"):
         if args.max_restarts is None:
             args.max_restarts = 0
@@ -132,8 +132,8 @@ def _work(args: Namespace) -> tuple[ConfigSource | Script, Config | None]:
 
 
 def be_rank(work: ConfigSource | Script, parent: int) -> None:
-    """Be one of the processes that the agent forks. Returns where all is well, for the agent must see that;
-    else the process ends here."""
+    """Run one of the processes that the agent forks. Returns on success, because the agent must see that;
+    otherwise the process ends here."""
     be_child(parent)
     early.handle(early.STOPS, early.leave)
     early.handle(early.SAVES, signal.SIG_IGN)
@@ -169,9 +169,10 @@ def be_rank(work: ConfigSource | Script, parent: int) -> None:
 
 
 def _await_no_agent() -> None:
-    """torch keeps a rank's process, in `Event.wait`, until the agent has taken the results of all. The agent
-    hangs if one has ended there before; and one that has asked ranks to end, since another node joins, takes
-    none, and would kill them after 30 s. Results need no wait: they are in pipes which the agent holds."""
+    """Do not wait in torch's `Event.wait` until the agent has collected the results of all ranks. The agent
+    hangs if a rank died in that wait; and an agent that stops its ranks because another node joins collects
+    no results, and would kill the ranks after 30 s. Results need no wait: they are in pipes that the agent
+    has open."""
     waits = Event.wait
 
     def wait(self: Event, timeout: float | None = None) -> bool:
@@ -181,8 +182,8 @@ def _await_no_agent() -> None:
 
 
 def _size(given: str | None, first: Config | None) -> int:
-    """Ranks on this machine. torch would count GPUs in this process, which must not use one before it
-    forks."""
+    """Number of ranks on this machine. torch would count GPUs in this process, which must not touch a GPU
+    before it forks."""
     if given not in (None, "gpu", "auto"):
         if not given.isdecimal() or not int(given):
             raise InputError(f"--nproc-per-node={given} (GPUS_PER_NODE) must be a number of ranks, or gpu")
@@ -195,7 +196,7 @@ def _size(given: str | None, first: Config | None) -> int:
 
 
 def _meeting(args: Namespace, limit_s: float) -> str:
-    """Complete the arguments about where nodes meet, and return the address."""
+    """Complete the arguments of the rendezvous, and return its address."""
     least, _, most = str(args.nnodes).partition(":")
     if args.rdzv_backend == "static" and most and most != least:
         args.rdzv_backend = "c10d"  # nodes may leave
@@ -226,8 +227,8 @@ def _meeting(args: Namespace, limit_s: float) -> str:
 
 
 def _c10d(args: Namespace, host: str, port: int, limit_s: float) -> dict[str, float]:
-    """What c10d needs: without the variable ranks of a later start would read the store of the one before,
-    and a node that comes later would wait in vain; a host's own name need not resolve."""
+    """Settings for c10d: without the variable, ranks of a later start would read the store of the one before,
+    and a late node would wait in vain; and a host's own name need not resolve."""
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     args.local_addr = args.local_addr or route(host, port) or "127.0.0.1"
     serves = is_here(host) if args.node_rank is None else args.node_rank == 0
@@ -238,8 +239,8 @@ def _c10d(args: Namespace, host: str, port: int, limit_s: float) -> dict[str, fl
 
 
 def _refuse_joining(args: Namespace, where: str) -> None:
-    """InputError where two or more nodes train already. torch's agents stop their ranks when one more comes,
-    take that for success one after the other, and the run goes on without some of them."""
+    """InputError if two or more nodes are training already. When another node joins, torch's agents stop
+    their ranks, some take that for success, and the run would continue without those ranks."""
     least, _, most = str(args.nnodes).partition(":")
     if least == (most or least):
         return
@@ -259,7 +260,8 @@ def _refuse_joining(args: Namespace, where: str) -> None:
 
 
 def _launch_config(args: Namespace) -> LaunchConfig:
-    """torch's config of the agent. Signals are the attendant's, but the one by which ranks end it."""
+    """torch's config of the agent. The attendant handles all signals but the one by which ranks end the
+    agent."""
     args.signals_to_handle, args.start_method = "SIGQUIT", "fork"
     given = "OMP_NUM_THREADS" in os.environ
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # else torchrun sets it, with a warning
@@ -278,15 +280,15 @@ def _free_port() -> int:
 
 
 def _later_s(args: Namespace, limit_s: float) -> float:
-    """How much longer than the limit this node waits: torch knows how many nodes came to node 0, and c10d
-    waits a while for those that are more than the least number."""
+    """Seconds that this node waits beyond the limit: torch tells node 0 how many nodes came, and c10d waits a
+    while for nodes beyond the least number."""
     if args.rdzv_backend == "c10d":
         return LATER_S + limit_s / 10
     return 0.0 if args.node_rank else LATER_S
 
 
 def _why(text: str, args: Namespace, where: str, limit_s: float) -> str:
-    """Why nodes did not meet. `text`: torch's."""
+    """Why the rendezvous failed. `text`: torch's error."""
     within = f"within run.connect_timeout_s={limit_s:g}"
     if came := re.search(r"(\d+)/(\d+) clients joined", text):
         text = f"{came[1]} of {came[2]} nodes came {within}"
@@ -302,7 +304,7 @@ def _why(text: str, args: Namespace, where: str, limit_s: float) -> str:
 
 
 def _hint(args: Namespace, where: str) -> str:
-    """What may be wrong where nodes did not meet."""
+    """A likely cause of the failed rendezvous."""
     host, port = endpoint(where)
     here = socket.gethostname()
     try:

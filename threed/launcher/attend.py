@@ -1,6 +1,7 @@
-"""Attend: a thread next to torch's agent, which has the main thread and may be in a long call. It passes
-signals on to the ranks of this machine, sees at once how a rank has ended, and says for what this machine
-waits.
+"""Attend: a thread next to torch's agent, which is on the main thread and may be in a long call.
+
+It passes requests to stop and to save on to the ranks; it sees at once how a rank has ended (the agent first
+ends the other ranks, which may take 30 s); and it says what this machine is waiting for.
 
 These rows of bench/results/cluster.md need it. Under plain torchrun the request is lost, or an agent hangs:
 
@@ -50,7 +51,7 @@ ENDED = (os.CLD_EXITED, *KILLED)
 
 @dataclass
 class Child:
-    """A rank's process, as it has announced itself."""
+    """A rank's process, as the rank announced it."""
 
     rank: int | None = None
     store: list[Any] = field(default_factory=list)  # address, port and prefix of its start's store
@@ -60,7 +61,8 @@ class Child:
 
 
 class Attendant:
-    """Begins to answer signals when it is made, before libraries are imported and before any other thread."""
+    """Answers signals from the moment that it is made: before libraries are imported, and before any other
+    thread."""
 
     def __init__(self) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, [*ASKS, signal.SIGCHLD])  # other threads inherit it
@@ -86,8 +88,8 @@ class Attendant:
         threading.Thread(target=self._body, name="attend", daemon=True).start()
 
     def await_nodes(self, where: str, limit_s: float, later_s: float, why: Callable[[], str]) -> None:
-        """Until ranks start, and after each failure, say that other machines are awaited. `why`: what to say
-        `later_s` after the limit, where torch still waits."""
+        """Say that other machines are awaited, until ranks start, and again after each failure. `why`: what
+        to say `later_s` after the limit if torch still waits."""
         self.limit_s, self._later_s, self._where, self._why = limit_s, later_s, where, why
         self._await(where)
 
@@ -95,15 +97,15 @@ class Attendant:
         self._since, self._reports, self.awaits = time.monotonic(), 0, where
 
     def _await_agent(self) -> None:
-        """Ranks have failed: the agent is to end, or to start them again. Before that torch waits for a store
-        that may have gone without a limit."""
+        """Ranks have failed: time how long the agent takes to end or to restart them. Before that, torch may
+        wait without a limit for a store that is gone."""
         if not self.children or not self._failed_s:
             self._failed_s = time.monotonic()
         if not self.children:
             self._await(self._where if self.restarts else "")
 
     def linger(self) -> None:
-        """Before the agent's store ends: other machines read in it why a rank here was killed."""
+        """Wait before the agent's store ends: other machines read in it why a rank here was killed."""
         until = time.monotonic() + 4 * POLL_S
         while self._where and self._telling is None and time.monotonic() < until:
             time.sleep(POLL_S / 5)  # the agent may have seen the end first
@@ -112,12 +114,12 @@ class Attendant:
             time.sleep(LINGER_S)
 
     def close(self) -> None:
-        """Remove what torch would leave."""
+        """Remove files that torch would leave behind."""
         if self.folder:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def _leave(self, status: int) -> NoReturn:
-        """End this process at once: its main thread may be in a long call."""
+        """End this process at once, since its main thread may be in a long call."""
         self.close()
         console.flush()
         os._exit(status)
@@ -139,7 +141,7 @@ class Attendant:
             self._report()
 
     def _hear(self) -> None:
-        """Read what ranks have announced."""
+        """Read the announcements of ranks."""
         with contextlib.suppress(BlockingIOError):
             self._text += os.read(self._pipe, 1 << 16)
         *lines, self._text = self._text.split(b"\n")
@@ -178,7 +180,7 @@ class Attendant:
                             "now, without a checkpoint")
 
     def _pass_on(self, number: int, again: bool = False) -> None:
-        """Each rank hears of each request once; it ends at once after the second."""
+        """Pass each request on to each rank once. A rank ends at once after the second request to stop."""
         for pid, child in self.children.items():
             if again or not child.told:
                 child.told = True
@@ -198,7 +200,7 @@ class Attendant:
                 self._see_end(info)
 
     def _see_end(self, info: Any) -> None:
-        """`info`: of a signal or of a wait, or of both."""
+        """Note how a rank has ended. `info`: of a signal, of a wait, or of both."""
         code, by_itself = info.si_status, info.si_code == os.CLD_EXITED
         if info.si_pid in self._over or (by_itself and info.si_pid not in self.children):
             return
@@ -226,8 +228,8 @@ class Attendant:
             self._telling = telling  # now `linger`, on another thread, may join it
 
     def _see_all(self) -> None:
-        """Where all ranks here have ended well, torch's agent waits 300 s for those of other machines, and
-        without a limit where its store's machine is off."""
+        """After all ranks here have ended successfully, end this process if those of other machines stay
+        silent: torch's agent would wait 300 s for them, and without a limit if the store's machine is off."""
         self._done_s = min(self._done_s, time.monotonic()) if _in_exit_barrier() else math.inf
         limit_s = OTHERS_S + self._later_s
         if time.monotonic() - self._done_s > limit_s:
@@ -236,7 +238,7 @@ class Attendant:
             self._leave(0)
 
     def _end(self) -> None:
-        """Have the agent end its ranks, and not start them again: torch's agents obey SIGQUIT."""
+        """Make the agent end its ranks and not restart them: torch's agents do so on SIGQUIT."""
         if not self._ended:
             self._ended = True
             os.kill(os.getpid(), signal.SIGQUIT)
@@ -260,8 +262,8 @@ class Attendant:
 
 
 def _in_exit_barrier() -> bool:
-    """Whether torch's agent, on the main thread, waits in its exit barrier. (Statuses do not tell: it may
-    have taken a rank's before this thread could.)"""
+    """Whether torch's agent, on the main thread, waits in its exit barrier. (Exit statuses do not tell: the
+    agent may have read a rank's before this thread.)"""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None and frame.f_code.co_name != "_exit_barrier":
         frame = frame.f_back
@@ -274,7 +276,7 @@ def _send(pid: int, number: int) -> None:
 
 
 def _tell(child: Child, note: FailureNote) -> None:
-    """Tell the other ranks why one has ended which could not do it itself."""
+    """Tell the other ranks why a rank ended that could not tell them itself."""
     if not child.store:
         return
     from threed.comm.store import store_at

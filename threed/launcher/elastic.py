@@ -1,8 +1,8 @@
 """Elastic: what a rank does under an elastic agent (torchrun, threed.torchrun, ft_launcher).
 
-An agent starts its ranks again after every failure, at once. Rank 0 decides whether that is of use, before
-anything else: it reads the failures so far, waits, or refuses. Where it refuses, the first rank of each
-machine has its agent end by SIGQUIT, which torch's agents obey.
+An agent restarts its ranks at once after every failure. Rank 0 first decides whether the restart can help: it
+reads the failures so far, and waits or refuses. If it refuses, the first rank of each machine ends its agent
+by SIGQUIT.
 
 `failures.jsonl`, in run.dir, has a row for each failure under an agent: the note of the rank that failed
 first (see `engine.watch.tell`), with the agent of rank 0 and the newest checkpoint then.
@@ -29,7 +29,7 @@ from threed.comm.environment import RankPlace, agent
 from threed.schema import Config
 
 FAILURES = "failures.jsonl"
-HEARD_S = 1.0  # so long a rank lives on, that its agent hears it before it sees an end and starts ranks again
+HEARD_S = 1.0  # delay before a rank exits, so that its agent reads the report first, and restarts nothing
 LINGER_S = 2.0  # how long rank 0, or its launcher, lives on after a failure: twice as long as a rank takes to
 # see it and end; more where ranks look less often
 AGENT, GO = "threed/agent", "threed/go"  # keys of a start's store: rank 0's agent, and what it has decided
@@ -37,7 +37,7 @@ LAUNCHER = "THREED_LAUNCHER"  # in the environment: the descriptor on which `thr
 
 
 class NoRestart(ThreedError):
-    """This start is of no use: the agents end."""
+    """Another start would not help: the agents end."""
 
     def __init__(self, text: str, status: int):
         super().__init__(text)
@@ -45,8 +45,8 @@ class NoRestart(ThreedError):
 
 
 def begin(config: Config, place: RankPlace, store: Any, prefix: str) -> None:
-    """Wait as long as the restart policy asks for. Refused where it does not allow a start, InputError where
-    agents do not agree on the number of nodes. `store`: of this start; its keys have a `prefix`."""
+    """Wait as long as the restart policy asks. NoRestart if it does not allow a start, InputError if agents
+    disagree on the number of nodes. `store`: of this start; its keys have a `prefix`."""
     tell_launcher(rank=place.rank, run=str(Path(config.run.dir).absolute()),
                   store=[os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), prefix])
     nodes = os.environ.get("GROUP_WORLD_SIZE")
@@ -67,8 +67,8 @@ def begin(config: Config, place: RankPlace, store: Any, prefix: str) -> None:
 
 
 def decide(config: Config) -> tuple[float | None, str, int]:
-    """Seconds to wait before the ranks go on, or None where they should not; what to say; and the status of
-    the last failure. The policy goes through the failures that this agent has seen."""
+    """Seconds to wait before the ranks continue, or None if they should not; a message; and the status of the
+    last failure. The policy is applied to the failures that this agent has seen."""
     run, mine = config.run, agent()
     # torchrun's --max-restarts asks for restarts even where the config does not
     restarts = Restarts(run.restarts or _number("TORCHELASTIC_MAX_RESTARTS"), run.restart_wait_s)
@@ -82,7 +82,7 @@ def decide(config: Config) -> tuple[float | None, str, int]:
 
 
 def _rows(file: Path) -> list[dict[str, Any]]:
-    """Whole rows; a rank may have been killed while it wrote one."""
+    """The complete rows; a rank may have been killed while it wrote one."""
     rows = []
     with contextlib.suppress(OSError):
         for line in file.read_text().splitlines():
@@ -92,8 +92,8 @@ def _rows(file: Path) -> list[dict[str, Any]]:
 
 
 def note_failure(run: Path, store: Any, note: FailureNote) -> None:
-    """Add a failure to the file in a run's folder. Where that cannot be written, or the store has gone, it is
-    left out: then the agents' own count alone ends a run that fails again and again."""
+    """Append a failure to the file in a run's folder. Skipped if that cannot be written or the store is gone:
+    then only the agents' own count ends a run that keeps failing."""
     with contextlib.suppress(OSError, RuntimeError):
         mine = store.get(AGENT).decode() if store.check([AGENT]) else ""
         if not mine:
@@ -107,16 +107,16 @@ def note_failure(run: Path, store: Any, note: FailureNote) -> None:
 
 
 def is_final(note: FailureNote | None) -> bool:
-    """Whether another start is of no use: after a mistake, a wrong result, a stop, or nodes that did not
-    come; or without a note, since the store has gone, where the agent of node 0 served it."""
+    """Whether another start would not help: after a mistake, a wrong result, a stop, or missing nodes; or
+    without a note, if node 0's agent served the store, which is gone."""
     if note is None:
         return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return note.final or (note.rank is not None and note.status != RunError.status)
 
 
 def end_agent(status: int) -> None:
-    """Have the agent that has started this rank end, with the rank's status, and not start its ranks again.
-    The first rank of each machine does it."""
+    """Make the agent that started this rank end with the rank's status, without a restart. The first rank of
+    each machine does it."""
     again = _number("TORCHELASTIC_MAX_RESTARTS") > _number("TORCHELASTIC_RESTART_COUNT")
     if not agent() or not again or os.environ.get("LOCAL_RANK") != "0":
         return
@@ -133,7 +133,7 @@ def _number(variable: str) -> int:
 
 
 def error_file(text: str) -> None:
-    """Leave the reason where torch's agents look for it, and show it among their own lines."""
+    """Write the reason where torch's agents look for it, so that they print it."""
     if agent():
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
@@ -142,7 +142,7 @@ def error_file(text: str) -> None:
 
 
 def tell_launcher(**values: Any) -> None:
-    """Tell `threed.torchrun`, where it has started this rank."""
+    """Report to `threed.torchrun`, if it started this rank."""
     if LAUNCHER in os.environ:
         line = {"pid": os.getpid(), **values}
         with contextlib.suppress(OSError):

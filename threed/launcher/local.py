@@ -173,8 +173,8 @@ def run_local(config: Config, callbacks: Sequence[Callback] = ()) -> int:
 
 
 def _why(codes: list[int | None], store: Any, steps: RankSteps, asked: bool) -> tuple[FailureNote, float]:
-    """Why the first rank has failed, and how long to wait for the others. If the rank was killed and could
-    not tell the others, this function tells them. `asked`: whether it was killed as asked."""
+    """Why the first rank failed, and how long to wait for the others. Tells the others if the rank was killed
+    and could not. `asked`: whether it was killed as asked."""
     failed = first_failure(codes)
     assert failed is not None
     rank, code = failed
@@ -190,14 +190,14 @@ def _why(codes: list[int | None], store: Any, steps: RankSteps, asked: bool) -> 
 
 
 def local_world_size(config_device: str) -> int | None:
-    """How many processes to start if `parallel.dp: auto` leaves it open: one a GPU; None on a machine without
-    GPUs. Errors as from `Device.for_forks`."""
+    """Number of processes if `parallel.dp: auto` leaves it open: one a GPU; None on a machine without GPUs.
+    Errors as from `Device.for_forks`."""
     return devices.for_forks(config_device)[1] or None
 
 
 def check_gpus(device: str, ranks: int) -> None:
-    """InputError where `ranks` processes that are forked here would not each have a GPU, and run.device asks
-    for GPUs, or allows them. Errors also as from `Device.for_forks`."""
+    """InputError if run.device asks for or allows GPUs, and `ranks` forked processes would not each get one.
+    Errors also as from `Device.for_forks`."""
     _, gpus = devices.for_forks(device)
     if device in devices.ACCELERATORS and not gpus:
         raise InputError(devices.missing(device))

@@ -29,7 +29,7 @@ KILL_S = 20.0  # a process that SIGKILL has not ended within this time will not 
 @contextlib.contextmanager
 def signals_wait() -> Iterator[None]:
     """Block signals while processes are forked: a child must not run its launcher's handlers, and a handler
-    must not see half of the children."""
+    must not run before all children are listed."""
     signal.pthread_sigmask(signal.SIG_BLOCK, ASKS)
     try:
         yield
@@ -76,8 +76,8 @@ def pass_on(ranks: Sequence[Any], number: int) -> None:
 
 
 def first_failure(codes: Sequence[int | None]) -> tuple[int, int] | None:
-    """(index, exit code) of the process to blame: one that was killed, or else one that ended by itself.
-    None: no process has failed."""
+    """(index, exit code) of the process to blame: one that was killed, or else one that ended by itself; None
+    if no process has failed."""
     failed = [(index, code) for index, code in enumerate(codes) if code]
     return next(((index, code) for index, code in failed if code < 0), failed[0] if failed else None)
 
@@ -110,7 +110,7 @@ def end_all(ranks: Sequence[Any], limit_s: float = KILL_S) -> None:
 
 
 def progress(config: Config) -> Callable[[str], None]:
-    """What says how far preparations are: on the console, unless the run is to be quiet."""
+    """The function that reports progress of preparations: to the console, unless the run is to be quiet."""
     return partial(show, console=not config.monitor.quiet)
 
 

@@ -41,7 +41,7 @@ NEWS_S = 2.0  # until a neighbour has seen that a rank was killed, where the age
 
 
 def run_rank(job: Job, place: RankPlace, store: Any, alone: Unattended | None = None) -> int:
-    """Be one rank. Returns the exit status; the rank that failed first says why, the others end quietly.
+    """Run one rank and return its exit status. The rank that failed first says why, the others end quietly.
     `alone`: of a rank without a launcher of threed's."""
     steady(keeps=place.rank == 0)
     requests = Requests(alone.answer if alone else None)
@@ -71,7 +71,7 @@ def run_rank(job: Job, place: RankPlace, store: Any, alone: Unattended | None = 
 
 
 def run_place(job: Job, place: RankPlace, parent: int) -> int:
-    """Be the rank that an agent of torch or srun has started, and return its exit status. `parent`: the id of
+    """Run the rank that torch's agent or srun has started, and return its exit status. `parent`: the id of
     its parent process at its start."""
     RECORD.open(Path(job.config.run.dir))
     alone = Unattended(job.config, place)
@@ -117,7 +117,7 @@ def _store_gone(place: RankPlace, alone: Unattended) -> None:
 
 
 def _quit(number: int, _: Any) -> None:
-    """The agent ends, as it was told; without a dump of memory."""
+    """End the agent, as it was told, without a core dump."""
     os._exit(128 + number)
 
 
@@ -136,7 +136,7 @@ def _stop_early(number: int, _: Any) -> None:
 
 
 def _note(store: Any) -> FailureNote | None:
-    """The note of the first failure; None where the store cannot be asked."""
+    """The note of the first failure; None if the store does not answer."""
     if store is None:
         return FailureNote("the ranks have not met", RunError.status, final=True)
     try:
@@ -146,15 +146,16 @@ def _note(store: Any) -> FailureNote | None:
 
 
 def leave(status: int) -> NoReturn:
-    """End this process at once: no destructor may wait for a peer that is gone, and the interpreter's own
-    shutdown takes seconds."""
+    """End this process at once: no destructor may wait for a lost peer, and the interpreter's own shutdown
+    takes seconds."""
     flush()
     os._exit(status)
 
 
 class Unattended:
-    """What a launcher of threed's does elsewhere, for a rank that has none: it answers requests to stop (rank
-    0 for all), says why another rank has failed, and ends an agent that would start ranks again."""
+    """Signals and failure reports of a rank started by torchrun or srun, without a launcher of threed's: it
+    answers requests to stop (rank 0 for all), says why another rank failed, and ends an agent that would
+    restart ranks."""
 
     def __init__(self, config: Config, place: RankPlace):
         self.config, self.place, self.pace = config, place, RankSteps(1).of(0)
@@ -162,7 +163,7 @@ class Unattended:
         self._lock, self._heard = threading.Lock(), False
 
     def hear(self, note: FailureNote | None) -> None:
-        """The first rank of each machine says why the ranks end, on its console, once."""
+        """The first rank of each machine prints, once, why the ranks end."""
         if note is None or not note.host or self._stopped(note):
             return
         with self._lock:
@@ -174,8 +175,7 @@ class Unattended:
                 say(note.message)
 
     def end(self, note: FailureNote | None) -> None:
-        """Before a rank ends because another one has failed: end an agent that would start ranks again where
-        that is of no use."""
+        """Called before a rank ends because another one failed: end the agent if a restart would not help."""
         if note is not None and self._stopped(note):
             say(stopped_now(self.config, self.pace))  # last: it writes state.json
         flush()
@@ -199,7 +199,7 @@ class Unattended:
         leave(status)
 
     def _stopped(self, note: FailureNote) -> bool:
-        """Whether all end since a person has asked for it twice, and this is the rank that says so."""
+        """Whether all end because a person asked for it twice, and this rank is to say so."""
         return self.place.rank == 0 and note.message == AT_ONCE
 
     def _failed(self) -> bool:
@@ -212,7 +212,7 @@ class Unattended:
 
 
 def _explain(error: BaseException, rank: int, watch: Watch | None) -> int:
-    """Say what went wrong, unless another rank has. Returns the exit status."""
+    """Print what went wrong, unless another rank has. Returns the exit status."""
     ours, lost = isinstance(error, ThreedError), lost_peer(error)
     status = error.status if isinstance(error, ThreedError) else 1
     text = str(error) if ours else f"{type(error).__name__}: {error}"

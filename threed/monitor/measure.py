@@ -127,8 +127,8 @@ class Meter:
         return step_s
 
     def report(self, trace: Trace, step_s: float) -> StepReport:
-        """Send this rank's row to all ranks, and return all rows. Where the host would have to wait for the end
-        of this step, all times are those of the step before."""
+        """Send this rank's row to all ranks, and return all rows. Where the host would have to wait for the
+        end of this step, all times are those of the step before."""
         if trace.is_late:
             (trace, step_s), self._last = self._last or (trace, step_s), (trace, step_s)
         table, here = self.analysis.table, self.comm.here

@@ -146,7 +146,7 @@ class RowOrder(NamedTuple):
     """The order of rows by expert."""
 
     rows: torch.Tensor  # row -> its place in picks, flattened
-    places: torch.Tensor  # the inverse; of what is no row, a number behind them
+    places: torch.Tensor  # inverse permutation; dropped picks map past the last row
 
     @classmethod
     def of(cls, keys: torch.Tensor, count: int | None = None) -> RowOrder:

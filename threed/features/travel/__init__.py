@@ -1,5 +1,8 @@
-"""Travel: tensors that units hand on go to other ranks, before later units read them (`spec.travel`).
+"""Travel: tensors that units hand on are sent to other ranks before later units read them.
 
-`plan` puts a GATHER or an EXCHANGE behind the forward that makes them, and a REDUCE or an EXCHANGE of their
-gradients behind the backward of what reads them; `run` does what these say.
+A layer declares it (`Exchanged`, `Gathered` of spec/travel). planner/hand_overs turns that into a
+`MadeTensor` of the unit that makes the tensor and a `ReadTensor` of each that reads it (program/entries).
+What one instruction sends is a `Trip` (program/trips). `plan` inserts GATHER or EXCHANGE after the forward
+that makes the tensor, and REDUCE or EXCHANGE of its gradient after the backward that reads it; `run` executes
+them.
 """

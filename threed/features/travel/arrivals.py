@@ -47,12 +47,12 @@ class Arrivals:
                           f"ranks; the plan has room for {room}")
 
     def advice(self, error: Exception) -> str:
-        """To add to the text of an error: what has come, if memory has ended and more came than planned."""
+        """Text to add to an error: the most rows that came, if memory ran out and more came than planned."""
         ended = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "allocate memory" in str(error)
         return f"\n  {self.worst}: plan with {room_for(self.imbalance)}" if ended and self.beyond else ""
 
 
 def room_for(times: float) -> str:
-    """What plans memory for so many times the rows of balanced ranks."""
+    """The setting with which the plan has room for so many times the rows of balanced ranks."""
     room = f"{math.ceil(10 * times) / 10:g}"
     return f"model.moe_room={room} (in a layer of your own, {room} times the bytes that leave, in `makes`)"

@@ -29,7 +29,7 @@ _KINDS = {Op.FORWARD: "F", Op.RECOMPUTE: "I", Op.BACKWARD: "I", Op.BACKWARD_INPU
 
 
 class _Run(NamedTuple):
-    """What a position computes without a wait for other positions in between: a forward; or a backward, with
+    """What a position computes without waiting for other positions in between: a forward, or a backward with
     the weights' halves that follow it."""
 
     tasks: tuple[Task, ...]
@@ -48,7 +48,7 @@ class _Run(NamedTuple):
 
 
 class _Timed(NamedTuple):
-    """Instructions in the order in which they are computed, and what that takes."""
+    """Instructions in the order in which they are computed, and how long they take."""
 
     items: list[Instruction]
     span: float
@@ -56,12 +56,10 @@ class _Timed(NamedTuple):
 
 
 def pair(programs: Programs, table: Table) -> Programs:
-    """The programs with forwards and backwards in pairs, if the table has costs by which to choose.
-
-    A pair ends later than the first of its two would alone: where others wait for that, a step may become
-    longer. So the shortest of three is taken: with pairs; with each run by itself, a backward in the best
-    order of its halves; and as it is.
-    """
+    """The programs with forwards and backwards in pairs, if the table has costs to choose by. A pair ends
+    later than its first half would alone, so a step can get longer where others wait for it. The shortest of
+    three is taken: with pairs; with each run by itself and a backward in the best order of its halves; and
+    unchanged."""
     if table.pair is None:
         return programs
     walks = [_Walk(programs, table, pairs, moves) for pairs, moves in ((True, True), (False, True),
@@ -71,9 +69,9 @@ def pair(programs: Programs, table: Table) -> Programs:
 
 
 class _Walk:
-    """All positions go through their runs with a clock. A run whose neighbour can begin, too, is computed
-    with it, if it need not wait for that longer than the pair saves. So no position waits for what comes
-    later. `pairs`: whether there are any; `moves`: whether instructions of a run may change places."""
+    """Simulates all positions run by run. If the next run of a position can begin, too, and its wait costs
+    less than the pair saves, both are computed as a pair. So no position waits for what comes later. `pairs`:
+    whether to form pairs; `moves`: whether instructions of a run may change places."""
 
     def __init__(self, programs: Programs, table: Table, pairs: bool, moves: bool):
         self.table, self.pairs, self.moves = table, pairs, moves
@@ -122,7 +120,7 @@ class _Walk:
         return timed.items
 
     def timed(self, position: int, *runs: _Run) -> _Timed:
-        """Runs that are computed together. (Those that are alike take as long.)"""
+        """The best order of runs that are computed together, and its time. (Equal runs are timed once.)"""
         key = position, *(run.items for run in runs)
         names = tuple(name for run in runs for name in run.microbatches)
         if key not in self.known:
@@ -156,7 +154,7 @@ class _Walk:
         return _Timed([items[index] for index in best.order if items[index].op in COMPUTE], best.span, ends)
 
     def halves(self, item: Instruction) -> list[Instruction]:
-        """Those of a backward, if it has gradients of weights."""
+        """The two halves of a backward that has gradients of weights; any other instruction as it is."""
         learns = any(self.table.parameters[p].trains for p in self.table.units[item.unit].parameters)
         return [item._replace(op=op) for op in BACKWARDS[1:]] if item.op == Op.BACKWARD and learns else [item]
 
@@ -182,7 +180,8 @@ def _named(items: Sequence[Instruction], microbatches: Sequence[int]) -> list[In
 
 
 def _added(seen: Sequence[Effects]) -> Iterator[tuple[int, int]]:
-    """What is added to one slot is added in the order of the program: another order has other bits."""
+    """(earlier, later) of instructions that add to one slot: they stay in the order of the program, since
+    another order would round differently."""
     last: dict[Slot, int] = {}
     for index, effect in enumerate(seen):
         for slot in effect.adds:
@@ -192,13 +191,13 @@ def _added(seen: Sequence[Effects]) -> Iterator[tuple[int, int]]:
 
 
 def _in_turn(items: Sequence[Instruction]) -> Iterator[tuple[int, int]]:
-    """Each computation waits for the one before it."""
+    """(earlier, later) of computations: each waits for the one before it."""
     return pairwise(index for index, item in enumerate(items) if item.op in COMPUTE)
 
 
 def _one_ahead(items: Sequence[Instruction]) -> Iterator[tuple[int, int]]:
-    """A RECOMPUTE waits for the backward of the last but one: all of them at once would take the memory that
-    they are there to save."""
+    """(earlier, later): a RECOMPUTE waits for the second-last backward before it. Recomputing everything at
+    once would take the memory that recomputation saves."""
     ends: list[int] = []
     for index, item in enumerate(items):
         if item.op == Op.RECOMPUTE and len(ends) > 1:

@@ -1,6 +1,5 @@
-"""Travel as a pass: directly behind what makes a tensor, or its gradient, it goes to other ranks. No torch.
-
-Placed after other computation, it would wait for that.
+"""Travel as a pass: an instruction directly after the one that makes a tensor, or its gradient, takes it to
+other ranks. Placed after other computation, it would wait for that. No torch.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from threed.program.trips import leaving
 
 
 def travel(programs: Programs, table: Table) -> Programs:
-    """The programs with what travels."""
+    """Insert the instructions that take tensors, and their gradients, to other ranks."""
     after = {(op, unit): items for op, unit in product(COMPUTE, range(len(table.units)))
              if (items := leaving(Instruction(op, unit), table))}
     if not after:

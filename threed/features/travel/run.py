@@ -62,7 +62,7 @@ class TravelRun:
     def _taken(self, trip: Trip, op: Op, group: Group, value: torch.Tensor,
                counts: list[Callable[[], torch.Tensor]],
                empty: Callable[[int], torch.Tensor]) -> torch.Tensor:
-        """What comes of the other ranks, when it is there (on a GPU: for the current stream)."""
+        """The tensor that arrives, complete (on a GPU: for the current stream)."""
         size = group.size()
         if not value.dim():
             raise self._wrong(trip, ", but it is a number and must have rows", f"{value.item():g}")
@@ -83,7 +83,7 @@ class TravelRun:
 
     def _counted(self, trip: Trip, counts: list[Callable[[], torch.Tensor]], value: torch.Tensor,
                  size: int) -> Rows:
-        """The rows of an exchange. RunError where they are not those of the tensor."""
+        """The rows of an exchange. RunError if the counts do not match the tensor."""
         rows = len(value)
         if not counts:
             if rows % size:
@@ -109,7 +109,8 @@ class TravelRun:
         return gives, takes
 
     def _wrong(self, trip: Trip, what: str, seen: str) -> RunError:
-        """The first line is the same wherever it happens, so that a repetition is known as one."""
+        """The first line is the same on every rank and micro-batch, so that restarts recognise a repeated
+        failure."""
         return RunError(f"layer {self.table.units[trip.source.unit].name} sends '{trip.tensor.name}' over "
                         f"{trip.tensor.over}{what}\n  {seen} on rank {self.comm.rank} "
                         f"({self.comm.here}), in micro-batch {trip.source.microbatch}")

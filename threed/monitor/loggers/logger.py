@@ -49,7 +49,7 @@ class Logger:
     thread."""
 
     place = ""  # where its files are, or its address, for the end of the run
-    kept = ""  # what stands, and how to use it, when the logger has failed
+    kept = ""  # what was logged before a failure, and how to view it
 
     def required(self, about: About) -> bool:
         """Whether the run must not start without this logger."""

@@ -55,10 +55,6 @@ class Line(NamedTuple):
     whole: bool  # whether they are whole numbers
     sums: torch.Tensor
 
-    @property
-    def name(self) -> tuple[int, int, str]:
-        return self.phase, self.distance, self.what
-
 
 class Verifier:
     """Verifies steps on one rank. All ranks call its methods together: `rehearse`, then `step`."""
@@ -155,7 +151,8 @@ class Verifier:
 
     def _difference(self, before: list[Line], after: list[Line]) -> Finding | None:
         """This rank's first difference, in the order of its program."""
-        names, names_after = ([line.name for line in lines] for lines in (before, after))
+        names, names_after = ([(line.phase, line.distance, line.what) for line in lines]
+                              for lines in (before, after))
         assert names == names_after, "the step is not what was rehearsed"
         if not before:
             return None

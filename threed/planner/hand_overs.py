@@ -11,7 +11,7 @@ from threed.base.mesh import GROUPS
 from threed.models.layers.base import Layer
 from threed.models.layers.handing import Handing, handing, makes
 from threed.program.entries import MadeTensor, ReadTensor, gradient_kind
-from threed.program.instruction import KINDS
+from threed.program.instruction import SlotKind
 from threed.spec.parameter import Share
 from threed.spec.travel import Exchanged, Gathered
 
@@ -57,7 +57,7 @@ def hand_overs(units: Sequence[Sequence[Layer]], share: Share, ranks: Mapping[st
                 counts[name, index] = tuple((count, index - made[count].unit)
                                             for count in (way.gives, way.takes) if count)
     for name in made:
-        if taken := {name, gradient_kind(name)} & KINDS or {gradient_kind(name)} & made.keys():
+        if taken := {name, gradient_kind(name)} & {*SlotKind} or {gradient_kind(name)} & made.keys():
             raise InputError(f"layers hand on a tensor called '{name}', but the slots of that tensor and of "
                              f"its gradient cannot be called '{taken.pop()}', which is the name of another "
                              "slot: give the tensor another name")

@@ -15,16 +15,7 @@ from threed.prediction.prices import Prices, Travel
 from threed.program.buffers import lowered
 from threed.program.effects import effects
 from threed.program.entries import ComputeUnit
-from threed.program.instruction import (
-    COMPUTE,
-    PARTS,
-    PHASES,
-    Instruction,
-    Op,
-    SlotKind,
-    Tier,
-    without_microbatch,
-)
+from threed.program.instruction import COMPUTE, PARTS, PHASES, Instruction, Op, SlotKind, Tier, form_key
 from threed.program.plan import Plan
 from threed.program.simulate import Costs, cost_of
 from threed.program.table import Table
@@ -77,7 +68,7 @@ def cost(plan: Plan, hardware: Hardware, measured: Costs | None = None, imbalanc
         if by_run is not None and op not in (Op.OFFLOAD, Op.FETCH) and home == Tier.DEVICE:
             return by_run(position, instruction)
         # All micro-batches take the same time.
-        key = position, without_microbatch(instruction)
+        key = position, form_key(instruction)
         if key not in known:
             known[key] = analytic(position, instruction) + host_s
         return known[key]

@@ -31,14 +31,7 @@ from threed.program.analysis import Analysis
 from threed.program.effects import effects
 from threed.program.entries import gradient_kind
 from threed.program.graphs import graphs
-from threed.program.instruction import (
-    COMPUTE,
-    MESSAGE_KINDS,
-    PARAMETER_KINDS,
-    Instruction,
-    Op,
-    Slot,
-)
+from threed.program.instruction import COMPUTE, PARAMETER_KINDS, SENT, Instruction, Op, Slot
 from threed.program.link import Program
 from threed.program.plan import Plan
 from threed.program.slots import Slots
@@ -204,7 +197,7 @@ def _came(table: Table, slots: Slots, slot: Slot) -> torch.Tensor | None:
 
 def _stream(config: Config, table: Table, compute: PipelineRun, slot: Slot) -> torch.Tensor:
     """What a unit that is not measured hands on, or its gradient."""
-    assert slot.kind in MESSAGE_KINDS, slot
+    assert slot.kind in SENT, slot
     output = table.units[slot.unit].output
     if output is not None and not output.flat:
         return torch.zeros(2, config.model.seq_len, share_of(config).sequences)

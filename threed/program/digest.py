@@ -10,7 +10,7 @@ from operator import itemgetter, mod
 from typing import Any, NamedTuple
 
 from threed.program.entries import ComputeUnit, MadeTensor, ParameterUnit
-from threed.program.instruction import MICROBATCH_AT, Instruction, without_microbatch
+from threed.program.instruction import MICROBATCH_AT, Instruction, form_key
 from threed.program.settings import WHOLE_MESSAGES, UpdateSettings
 
 # The format of what is hashed. Traces and costs hold digests of older versions: a plan that could be made
@@ -68,10 +68,8 @@ def _values(entry: Any) -> dict[str, Any]:
 
 def _made(tensor: MadeTensor) -> list[Any]:
     """How a tensor travels was one field, the last."""
-    if not tensor.over:
-        return _first(tensor)
     way = tensor.becomes, tensor.over, tensor.by, tensor.ranks, tensor.arriving_bytes, tensor.counts
-    return [tensor.name, tensor.bytes, tensor.grad, way]
+    return [tensor.name, tensor.bytes, tensor.grad, way] if tensor.over else _first(tensor)
 
 
 def _first(entry: Any) -> list[Any]:
@@ -96,7 +94,7 @@ def digest_of(table: Any, programs: Mapping[str, Sequence[Sequence[Instruction]]
     for number, (name, positions) in enumerate(sorted(programs.items())):
         digest.update(f"{', ' if number else ''}{json.dumps(name)}: [".encode())
         for position, program in enumerate(positions):
-            texts = map(formats.__getitem__, map(without_microbatch, program))
+            texts = map(formats.__getitem__, map(form_key, program))
             text = ", ".join(map(mod, texts, map(_MICROBATCH, program)))
             digest.update(f"{', ' if position else ''}[{text}]".encode())
         digest.update(b"]")

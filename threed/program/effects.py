@@ -17,17 +17,7 @@ from typing import NamedTuple
 
 from threed.base.mesh import GROUPS
 from threed.program.entries import MadeTensor, ReadTensor, gradient_of
-from threed.program.instruction import (
-    MESSAGE_KINDS,
-    PARTS,
-    WHOLES,
-    WORDS,
-    Instruction,
-    Op,
-    Slot,
-    SlotKind,
-    Tier,
-)
+from threed.program.instruction import PARTS, SENT, WHOLES, WORDS, Instruction, Op, Slot, SlotKind, Tier
 from threed.program.table import Table
 from threed.program.trips import trip_of
 
@@ -97,8 +87,8 @@ def _forward(item: Instruction, table: Table, _: int) -> Effects:
     keeps = SlotKind.KEPT if item.keep == "input" else SlotKind.SAVED
     saved = _slots(keeps, unit, microbatch, not forward_only)
     saved += _slots(SlotKind.LOGITS, unit, microbatch, made and table.makes_logits(unit))
-    unused = [slot for slot, read in reads
-              if (read.last if forward_only else read.spent and item.keep == "all")]
+    spends = item.keep == "all"
+    unused = [slot for slot, read in reads if (read.last if forward_only else spends and read.spent)]
     loss = (Slot(SlotKind.LOSS),) if table.units[unit].loss and not made else ()
     return Effects("compute", (*_params(table, unit), *before, *(slot for slot, _ in reads)),
                    (*after, *saved, *(slot for slot, _ in _makes(item, table))), adds=loss,
@@ -111,10 +101,10 @@ def _recompute(item: Instruction, table: Table, _: int) -> Effects:
     kept, makes, reads = (Slot(SlotKind.KEPT, unit, microbatch),), _makes(item, table), _reads(item, table)
     fixed = [slot for slot, made in makes if not made.grad]
     again = [slot for slot, made in makes if made.grad and not made.leaves]
-    spent = [slot for slot, read in reads if read.spent]
     return Effects("compute", (*_params(table, unit), *kept, *(slot for slot, _ in reads), *fixed),
                    (Slot(SlotKind.SAVED, unit, microbatch),),
-                   updates=(*again,), frees=(*kept, *spent), groups=table.groups_of(item))
+                   updates=(*again,), frees=(*kept, *(slot for slot, read in reads if read.spent)),
+                   groups=table.groups_of(item))
 
 
 def _backward(item: Instruction, table: Table, _: int) -> Effects:
@@ -122,14 +112,12 @@ def _backward(item: Instruction, table: Table, _: int) -> Effects:
     _computes(item, table)
     unit, microbatch = item.turn
     makes, reads = _makes(item, table), _reads(item, table)
-    used = (Slot(SlotKind.SAVED, unit, microbatch),
-            *_slots(SlotKind.GRAD, unit, microbatch, unit < table.last))
+    used = Slot(SlotKind.SAVED, unit, microbatch), *_slots(SlotKind.GRAD, unit, microbatch, unit < table.last)
     used += tuple(slot for slot, made in makes if not made.leaves)
     used += tuple(slot._replace(kind=made.becomes) for slot, made in makes if made.over and not made.grad)
     # readers of what it makes ran backward before this unit
     used += tuple(gradient_of(slot) for slot, made in makes if made.grad)
     adds = tuple(gradient_of(slot) for slot, read in reads if read.grad)
-    stays = [slot for slot, read in reads if not read.spent]
     writes = _slots(SlotKind.GRAD, unit - 1, microbatch, unit > 0)
     if item.op == Op.BACKWARD:
         adds = (*_wgrads(table, unit), *adds)
@@ -137,8 +125,8 @@ def _backward(item: Instruction, table: Table, _: int) -> Effects:
         writes = (*writes, Slot(SlotKind.OPERANDS, unit, microbatch))
     # What came is an operand of weights' gradients, too.
     came = _came(item, table) if item.op == Op.BACKWARD else ()
-    return Effects("compute", (*_params(table, unit), *used, *stays), writes, adds=adds,
-                   frees=(*used, *came), groups=table.groups_of(item))
+    needs = (*_params(table, unit), *used, *(slot for slot, read in reads if not read.spent))
+    return Effects("compute", needs, writes, adds=adds, frees=(*used, *came), groups=table.groups_of(item))
 
 
 def _backward_weight(item: Instruction, table: Table, _: int) -> Effects:
@@ -187,7 +175,7 @@ def _recv(item: Instruction, table: Table, _: int) -> Effects:
 
 
 def _message(item: Instruction, table: Table) -> Slot:
-    if item.kind not in MESSAGE_KINDS and not table.sent_in_parts(WHOLES.get(item.kind, ""), item.unit):
+    if item.kind not in SENT and not table.sent_in_parts(WHOLES.get(item.kind, ""), item.unit):
         raise KeyError(f"messages are act or grad, or parts of them where tp cuts them, not '{item.kind}'")
     return item.slot
 

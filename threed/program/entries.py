@@ -29,14 +29,12 @@ class MadeTensor(NamedTuple):
 
     @property
     def leaves(self) -> bool:
-        """Whether it is freed when it has travelled. (What has no gradient stays until its maker's
-        BACKWARD.)"""
+        """Whether it is freed once it has left. (Without a gradient it stays until its maker's BACKWARD.)"""
         return self.over != "" and self.grad
 
 
 class ReadTensor(NamedTuple):
-    """A tensor of an earlier unit that a unit reads, or what it has become. Every reader adds to its
-    gradient."""
+    """A tensor of an earlier unit, or what it became, that a unit reads. All readers add to its gradient."""
 
     name: str
     unit: int  # the unit that makes it

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from threed.program.effects import Effects, effects
-from threed.program.instruction import MICROBATCH_AT, Instruction, without_microbatch
+from threed.program.instruction import MICROBATCH_AT, Instruction, form_key
 from threed.program.table import Table
 
 
@@ -35,7 +35,7 @@ class Forms:
     def of(self, program: Sequence[Instruction], position: int) -> list[Form]:
         """The form of each instruction of a program."""
         known = self._at(position)
-        forms: list[Any] = list(map(known.__getitem__, map(without_microbatch, program)))  # written for speed
+        forms: list[Any] = list(map(known.__getitem__, map(form_key, program)))  # written for speed
         for index in [index for index, (item, form) in enumerate(zip(program, forms, strict=True))
                       if form is None or item.microbatch < 0]:
             forms[index] = self.form(program[index], position)
@@ -46,7 +46,7 @@ class Forms:
         # Instructions without a micro-batch are rare. The fields of the others, without the micro-batch, are
         # fewer: the keys differ.
         known = self._at(position)
-        key = without_microbatch(instruction) if instruction.microbatch >= 0 else instruction
+        key = form_key(instruction) if instruction.microbatch >= 0 else instruction
         form = known.get(key)
         if form is None:
             form = known[key] = _form(instruction, self._table, position)

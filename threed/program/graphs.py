@@ -117,8 +117,7 @@ def _passes(analysis: Analysis, position: int) -> tuple[dict[tuple[int, int], li
     alive: defaultdict[tuple[int, int], set[Slot]] = defaultdict(set)  # what each pass has made
     gone: defaultdict[tuple[int, int], list[Slot]] = defaultdict(list)
     travels = table.handed
-    # gradients to which something has been added
-    begun = {slot for slot in start if slot.kind == SlotKind.WEIGHT_GRAD}
+    begun = {slot for slot in start if slot.kind == SlotKind.WEIGHT_GRAD}  # gradients that have been added to
     outside: dict[Slot, int] = {}
     most = 0
     for index, (item, effect) in enumerate(zip(links.program, links.effects, strict=True)):

@@ -8,26 +8,17 @@ from threed.program.instruction import SlotKind
 from threed.program.table import Table
 
 _SLOTS: dict[str, str] = {
-    SlotKind.ACT: "output",
-    SlotKind.GRAD: "gradient of the output",
-    SlotKind.SAVED: "saved for the backward",
-    SlotKind.KEPT: "input, kept for recomputation",
-    SlotKind.KEPT_PART: "part of the kept input",
-    SlotKind.ACT_PART: "part of the output",
-    SlotKind.GRAD_PART: "part of the output's gradient",
-    SlotKind.OPERANDS: "operands of weight gradients",
-    SlotKind.LOGITS: "logits of the last token",
-    SlotKind.PARAM: "parameters, whole",
-    SlotKind.PARAM_SHARD: "shard of the parameters",
-    SlotKind.STATE: "optimizer state",
-    SlotKind.WEIGHT_GRAD: "gradient, of this rank's samples",
-    SlotKind.TP_SUM: "gradient, summed over tp",
+    SlotKind.ACT: "output", SlotKind.GRAD: "gradient of the output",
+    SlotKind.SAVED: "saved for the backward", SlotKind.KEPT: "input, kept for recomputation",
+    SlotKind.KEPT_PART: "part of the kept input", SlotKind.ACT_PART: "part of the output",
+    SlotKind.GRAD_PART: "part of the output's gradient", SlotKind.OPERANDS: "operands of weight gradients",
+    SlotKind.LOGITS: "logits of the last token", SlotKind.PARAM: "parameters, whole",
+    SlotKind.PARAM_SHARD: "shard of the parameters", SlotKind.STATE: "optimizer state",
+    SlotKind.WEIGHT_GRAD: "gradient, of this rank's samples", SlotKind.TP_SUM: "gradient, summed over tp",
     SlotKind.SHARD_SUM: "gradient, summed over a shard group",
     SlotKind.REPLICA_SUM: "gradient, summed over all shard groups",
-    SlotKind.GRAD_SHARD: "shard of the gradient",
-    SlotKind.PREVIOUS_GRAD: "gradient of the step before",
-    SlotKind.SNAPSHOT: "copy for the next checkpoint",
-    SlotKind.LOSS: "sum of losses",
+    SlotKind.GRAD_SHARD: "shard of the gradient", SlotKind.PREVIOUS_GRAD: "gradient of the step before",
+    SlotKind.SNAPSHOT: "copy for the next checkpoint", SlotKind.LOSS: "sum of losses",
     SlotKind.SCALE: "factor of gradients"}
 # Tensors that the layers of experts hand on (models/layers/experts.py); others have their own name.
 _HANDED = {

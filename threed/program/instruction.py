@@ -100,9 +100,10 @@ class Tier(StrEnum):
 
 
 _TIERS = list(Tier)
+
+
 class SlotKind(StrEnum):
-    """What a slot holds, besides the tensors that units hand on. Plans print the values, and digests hash
-    them."""
+    """What a slot holds, besides tensors that units hand on. Plans print the values; digests hash them."""
 
     __hash__ = str.__hash__  # as of Op
 
@@ -132,7 +133,7 @@ class SlotKind(StrEnum):
     SCALE = "scale"  # the factor by which STEP multiplies gradients, which CLIP computes
 
 
-MESSAGE_KINDS = (SlotKind.ACT, SlotKind.GRAD)  # what positions send to each other
+SENT = SlotKind.ACT, SlotKind.GRAD  # by positions to each other
 # Kinds of slots that RELEASE cuts over tp ranks -> the kind of a rank's part, from which GATHER makes the
 # whole.
 PARTS: dict[str, str] = {SlotKind.KEPT: SlotKind.KEPT_PART, SlotKind.ACT: SlotKind.ACT_PART,
@@ -141,7 +142,6 @@ WHOLES = {part: kind for kind, part in PARTS.items()}
 PARAMETER_KINDS: frozenset[str] = frozenset({
     SlotKind.PARAM, SlotKind.PARAM_SHARD, SlotKind.STATE, SlotKind.WEIGHT_GRAD, SlotKind.TP_SUM,
     SlotKind.SHARD_SUM, SlotKind.REPLICA_SUM, SlotKind.GRAD_SHARD, SlotKind.PREVIOUS_GRAD, SlotKind.SNAPSHOT})
-KINDS: frozenset[str] = frozenset(SlotKind)
 
 
 class Slot(NamedTuple):
@@ -238,8 +238,8 @@ class Instruction(NamedTuple):
 
 
 MICROBATCH_AT = Instruction._fields.index("microbatch")
-# The other fields, as a tuple: instructions of one form have the same.
-without_microbatch = itemgetter(*(at for at in range(len(Instruction._fields)) if at != MICROBATCH_AT))
+# The other fields, as a tuple, which instructions of one form have in common
+form_key = itemgetter(*(at for at in range(len(Instruction._fields)) if at != MICROBATCH_AT))
 
 Programs = list[list[Instruction]]  # one program a position, while passes work on them
 

@@ -11,7 +11,7 @@ from threed.base.mesh import AXES, FOLDS, QUIET
 from threed.base.quantity import ring, show_bytes, show_count
 from threed.base.texttable import render
 from threed.program.analysis import Analysis
-from threed.program.instruction import MESSAGE_KINDS, WHOLES, Op, Slot, SlotKind, Tier
+from threed.program.instruction import SENT, WHOLES, Op, Slot, SlotKind, Tier
 from threed.program.link import Memory
 from threed.program.seam import seam_of
 from threed.program.table import Table
@@ -20,7 +20,7 @@ from threed.program.traffic import moved_by, sent_by
 
 def activations(table: Table) -> tuple[str, ...]:
     """Kinds of slots that hold activations and their gradients."""
-    kinds = (*MESSAGE_KINDS, SlotKind.SAVED, SlotKind.KEPT, *WHOLES, SlotKind.OPERANDS, *table.handed)
+    kinds = (*SENT, SlotKind.SAVED, SlotKind.KEPT, *WHOLES, SlotKind.OPERANDS, *table.handed)
     return (*kinds, SlotKind.LOGITS) if table.logits else kinds
 
 

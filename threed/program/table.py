@@ -10,14 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from threed.program.entries import ComputeUnit, ParameterUnit, gradient_kind
-from threed.program.instruction import (
-    MESSAGE_KINDS,
-    PARAMETER_KINDS,
-    WHOLES,
-    Instruction,
-    Slot,
-    SlotKind,
-)
+from threed.program.instruction import PARAMETER_KINDS, SENT, WHOLES, Instruction, Slot, SlotKind
 from threed.program.names import GENERATE
 from threed.program.settings import (
     WHOLE_MESSAGES,
@@ -108,7 +101,7 @@ class Table:
 
     def sent_in_parts(self, kind: str, unit: int) -> bool:
         """Whether an act or a grad can be cut: it is one flat buffer, and its elements divide."""
-        if not self.messages.group or not 0 <= unit < len(self.units) or kind not in MESSAGE_KINDS:
+        if not self.messages.group or not 0 <= unit < len(self.units) or kind not in SENT:
             return False
         output = self.units[unit].output
         elements = self.size(Slot(kind, unit)) // self.elements.param
@@ -151,7 +144,7 @@ class Table:
             return self.size(slot._replace(kind=whole)) // self.cut_over(whole)[1]
         if slot.kind == SlotKind.KEPT:
             return self._size_of_kept(slot)
-        if slot.kind in MESSAGE_KINDS:
+        if slot.kind in SENT:
             made = unit.output or Outflow(self.act_bytes, self.act_bytes)
             return made.bytes if slot.kind == SlotKind.ACT else made.grad_bytes
         for handed in unit.makes:

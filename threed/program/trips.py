@@ -59,8 +59,7 @@ def leaving(item: Instruction, table: Table) -> list[Instruction]:
 
 
 def came_over(slot: Slot, table: Table) -> str | None:
-    """The group over which a tensor that a unit hands on, or the gradient of one, has come; None where this
-    rank has made it."""
+    """The group over which a handed tensor, or its gradient, has come; None if this rank has made it."""
     return next((each.over for each in table.units[slot.unit].makes
                  if each.over and slot.kind in (each.becomes, gradient_kind(each.name))), None)
 

@@ -16,15 +16,7 @@ from dataclasses import replace
 
 from threed.base.mesh import Mesh
 from threed.program.forms import Forms
-from threed.program.instruction import (
-    MESSAGE_KINDS,
-    MESSAGES,
-    PARTS,
-    Instruction,
-    Op,
-    Programs,
-    Slot,
-)
+from threed.program.instruction import MESSAGES, PARTS, SENT, Instruction, Op, Programs, Slot
 from threed.program.settings import WHOLE_MESSAGES, MessageSettings
 from threed.program.table import Table
 from threed.schema import Config
@@ -57,7 +49,7 @@ def cut(table: Table, asked: MessageSettings) -> Table:
     ends = [unit for unit in range(table.last) if table.units[unit].stage != table.units[unit + 1].stage]
     for unit in ends:
         here, there = table.position(unit), table.position(unit + 1)
-        if here != there and any(_is_cut(other, kind, unit, (here, there)) for kind in MESSAGE_KINDS):
+        if here != there and any(_is_cut(other, kind, unit, (here, there)) for kind in SENT):
             return other
     return table
 

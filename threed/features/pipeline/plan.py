@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from threed.base.errors import PlanError
 from threed.program.forms import Forms
-from threed.program.instruction import COMPUTE, MESSAGE_KINDS, Instruction, Op, Programs, SlotKind
+from threed.program.instruction import COMPUTE, SENT, Instruction, Op, Programs, SlotKind
 from threed.program.pairs import cost_in_pair
 from threed.program.table import Table
 from threed.program.trips import leaving, trip_of
@@ -122,7 +122,7 @@ def _passing(program: Sequence[Instruction], table: Table, position: int) -> lis
         if item.op in COMPUTE:
             takes = cost_in_pair(item, table) if costs else _cost(
                 item.op, table.units[item.unit].forward_flops)
-        reads, writes = (tuple((slot.kind, slot.unit) for slot in slots if slot.kind in MESSAGE_KINDS)
+        reads, writes = (tuple((slot.kind, slot.unit) for slot in slots if slot.kind in SENT)
                          for slots in (form.effect.reads, form.effect.writes))
         reads += tuple((slot.kind, slot.unit) for slot in form.effect.reads
                        if (slot.kind, slot.unit) in travelled)

@@ -3,6 +3,5 @@
 A layer declares it (`Exchanged`, `Gathered` of spec/travel). planner/hand_overs turns that into a
 `MadeTensor` of the unit that makes the tensor and a `ReadTensor` of each that reads it (program/entries).
 What one instruction sends is a `Trip` (program/trips). `plan` inserts GATHER or EXCHANGE after the forward
-that makes the tensor, and REDUCE or EXCHANGE of its gradient after the backward that reads it; `run` executes
-them.
+that makes the tensor, and REDUCE or EXCHANGE of its gradient after the backward that reads it; `run` runs it.
 """

@@ -253,7 +253,7 @@ def _reduce(item: Instruction, table: Table, _: int) -> Effects:
 def _clip(item: Instruction, table: Table, position: int) -> Effects:
     held = table.stepped(position)
     gradients = () if item.gradients == "none" else tuple(map(table.shards.gradient, held))
-    loss = (Slot(SlotKind.LOSS),) if table.makes_loss(position) else ()
+    loss = (Slot(SlotKind.LOSS),) if any(table.units[u].loss for u in table.units_of(position)) else ()
     waiting = table.waiting(position) if item.gradients == "wait" else ()
     freed = (gradients if item.gradients == "drop" else
              tuple(slot._replace(kind=SlotKind.GRAD_SHARD) for slot in waiting))

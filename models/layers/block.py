@@ -32,6 +32,8 @@ class Sharing(Protocol):
     """A body of a branch whose first tile makes tensors (`shared`) with which its other tiles are called, by
     name: parameters that all tiles use. `shares`: their shapes; their dtype is that of compute."""
 
+    tile: Tile
+
     def shares(self) -> Mapping[str, tuple[int, ...]]: ...
     def shared(self) -> Mapping[str, torch.Tensor]: ...
 
@@ -99,7 +101,7 @@ class BranchTile(Layer):
         self.norm = branch.norm if tile.index == 0 else None
         self.body, self.dropout = body, Dropout(self.model, branch.name)
         self.adds = tile.index > 0
-        shares = body.shares() if body.tile.count > 1 and isinstance(body, Sharing) else {}
+        shares = body.shares() if isinstance(body, Sharing) and body.tile.count > 1 else {}
         self.hands = shares if body.tile.index == 0 else {}
         self.shapes = shares if body.tile.index > 0 else {}
         self.reads = (*(("normed",) if tile.index > 0 else ()), *self.shapes)

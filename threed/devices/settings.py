@@ -34,7 +34,8 @@ def set_up(attention: Mapping[str, bool], deterministic: bool) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is first used
         torch.use_deterministic_algorithms(True)
         # It is for operations that read memory before it is written, and takes time.
-        torch.utils.deterministic.fill_uninitialized_memory = False
+        memory = torch.utils.deterministic
+        memory.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def version() -> tuple[int, ...]:

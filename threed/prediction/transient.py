@@ -24,7 +24,7 @@ from threed.comm.process import initialized
 from threed.features.pipeline.run import PipelineRun, built, streams
 from threed.models.layers.base import Layer
 from threed.models.measure import silent_groups, weight_of
-from threed.models.tiling import layers_of, share_of, together
+from threed.models.tiling import layers_of, model_key, share_of, together
 from threed.planner import make_mesh
 from threed.planner.from_config import config_of
 from threed.program.analysis import Analysis
@@ -75,7 +75,7 @@ def temporaries_of(plan: Plan) -> Callable[[Instruction], int]:
     config, table = config_of(plan), plan.table
     layers, share = layers_of(config), share_of(config)
     units = [layers[slice(*unit.layers)] for unit in table.units]
-    bytes_of: dict[What, int] = {}
+    bytes_of, kinds = dict[What, int](), _kinds(config)
     program, first = [_once(each) for each in plan.programs["train"]], 0
     for length in together(units):
         run = range(first, first + length)
@@ -83,13 +83,19 @@ def temporaries_of(plan: Plan) -> Callable[[Instruction], int]:
         # Two runs of units are the same to memory where their layers are of the same kinds, and cost the
         # same.
         key = (repr(config.model), config.pieces, repr(share), run.start == 0, run.stop == len(units),
-               [(_likeness(layer, share), *_sizes(layer.cost(share)))
-                for unit in run for layer in units[unit]],
+               [kinds[at] for unit in run for at in range(*table.units[unit].layers)],
                [(item.op, item.keep, item.unit - run.start) for item in items],
                [table.units[unit].makes for unit in run])
         bytes_of.update(zip(map(_what, items), _measured(key, config, table, run, items), strict=True))
         first += length
     return lambda instruction: bytes_of.get(_what(instruction), 0)
+
+
+@remembered(model_key)
+def _kinds(config: Config) -> list[object]:
+    """Of each layer: equal for layers of one kind that cost the same."""
+    share = share_of(config)
+    return [(_likeness(layer, share), *_sizes(layer.cost(share))) for layer in layers_of(config)]
 
 
 def _sizes(cost: Cost) -> tuple[object, ...]:

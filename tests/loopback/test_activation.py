@@ -126,7 +126,6 @@ def test_same_bits(schedule, zero, dtype):
 
 # ---------------------------------------------------------------- traps
 
-@pytest.mark.core
 @pytest.mark.parametrize("schedule", ["zb-h1", "zb-v", "dualpipe-v"])
 def test_split_backward(schedule, references):
     """Activation checkpointing with a split backward: each forward is computed twice, not three times, and
@@ -147,7 +146,6 @@ def test_split_backward(schedule, references):
     assert_contract(config, references)
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_partition_with_sequence_parallelism(schedule, references):
     """Partitioned activations together with sequence parallelism: inputs are cut by tokens already, and to
@@ -168,7 +166,6 @@ def test_partition_with_tp_and_pp(schedule, pp, references):
     assert_contract(config, references)
 
 
-@pytest.mark.core
 def test_partition_over_four(references):
     """Parts of more than two, of micro-batches of two sequences."""
     config = small("parallel.tp=4", "train.micro_batch_size=2", "train.global_batch_size=8",

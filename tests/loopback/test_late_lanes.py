@@ -127,7 +127,7 @@ def test_experts(name, references, monkeypatch):
 
 
 # What waits for what, in which of these configs it matters. A gradient's buffer that BACKWARD takes while its
-# REDUCE is under way is in tests/plan/test_order.py. That BACKWARD and REDUCE come after the gradient of the
+# REDUCE is under way is in tests/search/test_order.py. That BACKWARD and REDUCE come after the gradient of the
 # step before has left follows from FORWARD's wait for the unit's update.
 MATTERS = {
     ("compute", "GATHER"): "zero1 zero2 zero3 cpu cpu-zero3 nvme",

@@ -82,7 +82,6 @@ def test_contract(name, drawn, references):
     assert_contract(tiny(*SMALL, *CELLS[name]), references)
 
 
-@pytest.mark.core
 def test_stages_and_moves_change_no_bit(drawn):
     """ZeRO and recomputation move frozen weights, and the sums of adapters' gradients are the same."""
     others = ["zero.stage=0"], ["zero.stage=1"], ["zero.stage=2", "zero.reduce_every=step"], [
@@ -94,7 +93,6 @@ def base_of(*overrides: str) -> Ranks:
     return loopback(tiny(*(text for text in [*SMALL, *overrides] if "lora" not in text)), steps=1)
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("mesh", [[], [*TP, *PP]], ids=["alone", "tp2-pp2"])
 @pytest.mark.parametrize("model", [LLAMA, LEARNED], ids=["llama", "gpt"])
 def test_fresh_adapters_change_no_bit(model, mesh, monkeypatch):
@@ -129,7 +127,6 @@ def test_a_step_that_is_computed_twice(others, drawn):
     same_bits([loopback(config), verified(twice(config), 5)])
 
 
-@pytest.mark.core
 def test_frozen_weights_stay(drawn):
     """To the bit, on every rank, whatever weight decay and momentum do; and the adapters move."""
     config = tiny(*SMALL, *LLAMA, *DP, *TP, "zero.stage=3", "optimizer.weight_decay=0.5")
@@ -181,7 +178,6 @@ def test_kept_by_a_forward(name, others):
             kind, plan.table.units[unit].name)
 
 
-@pytest.mark.core
 def test_the_plan_has_nothing_for_frozen_units():
     for stage in range(4):
         config = tiny(*SMALL, *LLAMA, *DP, *PP, f"zero.stage={stage}", "model.tie_embeddings=true",

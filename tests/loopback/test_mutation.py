@@ -385,7 +385,7 @@ def of_exchanges(program: Sequence[Instruction]) -> Iterator[tuple[bool, list[In
         yield from ((True, [*rest[:j], item, *rest[j:]]) for j in range(len(program)))
 
 
-@pytest.mark.parametrize("name", [pytest.param("experts", marks=pytest.mark.core), "experts-full-zero2",
+@pytest.mark.parametrize("name", ["experts", "experts-full-zero2",
                                   "experts-zb-h1-zero3"])
 def test_every_exchange(name, monkeypatch):
     """Few of these edits are accepted, each of another order; they train as the plan does."""
@@ -439,7 +439,6 @@ def test_many_edits(name, monkeypatch, tmp_path):
     check(CASES[name]._replace(edits=1000), 11, tmp_path, monkeypatch)
 
 
-@pytest.mark.core
 def test_there_are_enough_edits():
     """Fewer than 2,000 edits would say little."""
     assert FEW * len(CASES) >= 2000 and min(case.edits for case in CASES.values()) > FEW
@@ -455,7 +454,6 @@ def refusal(case: Case, edit: Callable[[list[Instruction]], None]) -> str:
     return str(caught.value).splitlines()[0]
 
 
-@pytest.mark.core
 def test_nothing_is_added_to_a_sum_over_tp():
     """It lies in the gradient's buffer until it is reduced over dp: a backward in between would be summed
     over tp never."""
@@ -469,7 +467,6 @@ def test_nothing_is_added_to_a_sum_over_tp():
     assert "adds to 'wgrad p1' after it was used" in refusal(case, edit)
 
 
-@pytest.mark.core
 def test_no_copy_is_there_while_its_shard_is_stepped():
     """A GATHER that is still on its way would write the old shard over the new one."""
 
@@ -481,7 +478,6 @@ def test_no_copy_is_there_while_its_shard_is_stepped():
     assert "updates 'pshard p1' while 'param p1'" in refusal(Case(0, 1, 2, dp=2, others=(UNTIED,)), edit)
 
 
-@pytest.mark.core
 def test_a_gradient_goes_down_once():
     """Below ZeRO-2 it lies in the whole gradient's buffer, which the next backward would write while it goes
     down."""

@@ -170,7 +170,7 @@ BITS = {
 }
 
 
-@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.core), "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", BITS)
 def test_equal_to_the_device(name, precision, tmp_path):
     """With clipping, 5 steps: the host's arithmetic is the device's, on the same ranges."""

@@ -461,7 +461,6 @@ KEYS = {
 }
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("name", GIVEN)
 def test_bad_layers(name):
     given, message = GIVEN[name]
@@ -469,7 +468,6 @@ def test_bad_layers(name):
         threed.Layers(*given)
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("name", PLANNED)
 def test_bad_modules(name):
     """A mistake that would show up on some rank, in the middle of a step, or never."""
@@ -478,7 +476,6 @@ def test_bad_modules(name):
         threed.plan(own(threed.Layers(specs, loss, Numbers()), "train.micro_batch_size=2"))
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("key", KEYS)
 def test_keys_without_effect(key):
     """A key that is read and has no effect."""

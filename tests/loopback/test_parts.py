@@ -92,7 +92,6 @@ def test_texts(schedule):
     assert written(tiny(*base, ON), how) == written(tiny(*base), how)
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("tp", [2, 4])
 def test_bytes(tp):
     """What a rank sends is what the plan says to the byte: over pp 1 / tp of it, over tp the gathers more."""

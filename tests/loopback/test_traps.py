@@ -57,7 +57,6 @@ def test_tied_embeddings_with_sharded_gradients(sharded, ends, references):
     assert error <= 1e-5 * reference.first_grads[WORD].abs().max()
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("sharded", SHARDED)
 def test_the_ends_of_a_tie_stay_equal(sharded):
     """Two copies of one weight that drift apart: after some steps their shards are equal to the bit."""
@@ -76,7 +75,6 @@ def test_the_ends_of_a_tie_stay_equal(sharded):
         assert torch.equal(*(weights[mesh.rank(pp=pp, dp=dp)] for pp in (0, 1)))
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("sharded", SHARDED)
 def test_a_tie_that_is_left_out_is_refused(sharded):
     """A plan without the sum over both ends, or with it before the shards are whole."""
@@ -161,7 +159,6 @@ def squares(config: Config, gradients: dict[str, torch.Tensor]) -> tuple[float, 
             sum(square for spec, square in each.items() if spec.tied))
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("overrides", [
     ["parallel.tp=4", "zero.stage=0"], ["parallel.tp=4", "parallel.sequence_parallel=true", "zero.stage=2"],
     ["parallel.tp=2", "parallel.dp=2", "zero.stage=3"],
@@ -280,7 +277,6 @@ def test_a_key_that_has_no_effect(key):
             for part in parts.split(", ")} == dict.fromkeys(parts.split(", "), True)
 
 
-@pytest.mark.core
 def test_every_key_is_among_them():
     """A new key of zero, precision or offload that nobody has shown to matter. (A folder that is not there is
     an error: see gloo/test_offload_faults.py.)"""
@@ -290,7 +286,6 @@ def test_every_key_is_among_them():
     assert {*KEYS, "offload.nvme_path"} == every
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("stage, key, value", [
     (1, "shard_size", 4), (2, "reduce_every", 1), (3, "residency", 1), (3, "prefetch", 1),
     (3, "persist_below", 0)])

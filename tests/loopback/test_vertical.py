@@ -46,7 +46,7 @@ def ran_as_1f1b(case: str):
     return loopback(config("1f1b", UNTIED, *CASES[case]), 3)
 
 
-@pytest.mark.parametrize("group", [pytest.param("2", marks=pytest.mark.core),
+@pytest.mark.parametrize("group", ["2",
                                    *(pytest.param(each, marks=pytest.mark.slow) for each in ("1", "auto"))])
 @pytest.mark.parametrize("case", CASES)
 def test_same_bits_as_1f1b(case, group):

@@ -195,7 +195,6 @@ def test_shard_groups_are_equal_to_the_bit(pp, precision):
     same_bits(runs)
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("scale", [1.0, 0.37])
 @pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -127,8 +127,8 @@ def test_experts(name, references, monkeypatch):
 
 
 # What waits for what, in which of these configs it matters. A gradient's buffer that BACKWARD takes while its
-# REDUCE is under way is in tests/search/test_order.py. That BACKWARD and REDUCE come after the gradient of the
-# step before has left follows from FORWARD's wait for the unit's update.
+# REDUCE is under way is in tests/search/test_order.py. That BACKWARD and REDUCE come after the gradient
+# of the step before has left follows from FORWARD's wait for the unit's update.
 MATTERS = {
     ("compute", "GATHER"): "zero1 zero2 zero3 cpu cpu-zero3 nvme",
     ("CLIP", "REDUCE"): "zero1 zero2 zero3 tied cpu cpu-zero1 no-overlap",

@@ -78,8 +78,8 @@ class Logger:
 def check_installed(config: Config) -> None:
     """InputError where the library of a logger is not here."""
     for name in config.monitor.loggers:
-        row, is_asked = LOGGERS[name], name != "wandb" or config.monitor.wandb != "disabled"
-        if row.library and is_asked and find_spec(row.library) is None:
+        row, disabled = LOGGERS[name], name == "wandb" and config.monitor.wandb == "disabled"
+        if row.library and not disabled and find_spec(row.library) is None:
             raise InputError(f"monitor.loggers has {name}, whose library is not installed here: pip install "
                              f"{row.package}, or leave {name} out")
 

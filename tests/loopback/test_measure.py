@@ -7,6 +7,8 @@ refuses to be built so. Costs are measured of each layer alone, exactly.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -117,10 +119,10 @@ def test_a_wrong_declaration_is_seen(what, wrong, monkeypatch):
     assert {key for key, value in shown(declared).items() if value != shown(cost)[key]} == {what}
 
 
-def test_a_wrong_shape_is_refused():
+def test_a_wrong_shape_is_refused(monkeypatch):
     config = tiny(*SIZES)
     layer = layers_of(config)[1]
-    parameter = next(p for p in layer.parameters() if p.name.endswith("mlp.up.weight"))
-    object.__setattr__(parameter, "shape", (32, 64))
+    wrong = [replace(p, shape=(32, 64)) if p.name.endswith("mlp.up.weight") else p for p in layer.parameters()]
+    monkeypatch.setattr(layer, "parameters", lambda: wrong)
     with pytest.raises(AssertionError, match=r"mlp.up.weight.*256, 64"):
         measured(config, [layer, layer], 1)

@@ -122,7 +122,8 @@ def test_a_wrong_declaration_is_seen(what, wrong, monkeypatch):
 def test_a_wrong_shape_is_refused(monkeypatch):
     config = tiny(*SIZES)
     layer = layers_of(config)[1]
-    wrong = [replace(p, shape=(32, 64)) if p.name.endswith("mlp.up.weight") else p for p in layer.parameters()]
+    wrong = [replace(each, shape=(32, 64)) if each.name.endswith("mlp.up.weight") else each
+             for each in layer.parameters()]
     monkeypatch.setattr(layer, "parameters", lambda: wrong)
     with pytest.raises(AssertionError, match=r"mlp.up.weight.*256, 64"):
         measured(config, [layer, layer], 1)

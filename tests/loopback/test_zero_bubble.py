@@ -19,8 +19,8 @@ def test_zero_bubble_paper(p, m, times, plain, h1, h2, searched):
     """The paper's rates to four places; `auto` no worse than its search at 1x and 2x the memory."""
     def rate(name: str, limit: float | None = None) -> float:
         report = predict_bare(name, p, m, parse_times(times), None, limit and limit * p)
-        assert limit is None or max(stage["peak_activations"] for stage in report["stages"]) <= limit * p
-        return round(report["bubble_rate"], 4)
+        assert limit is None or max(stage.peak_activations for stage in report.stages) <= limit * p
+        return round(report.bubble_rate, 4)
 
     assert (rate("1f1b"), rate("zb-h1"), rate("zb-h2")) == (plain, h1, h2)
     assert rate("auto", 2) <= searched and rate("auto", 1) <= h1 / 2

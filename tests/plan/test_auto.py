@@ -12,7 +12,7 @@ from tests.plan.test_docs import run
 from threed.base.errors import InputError
 from threed.config.load import load
 from threed.planner import make_plan
-from threed.prediction.schedule_only import parse_times, predict_bare
+from threed.prediction.schedule_only import Times, parse_times, predict_bare
 from threed.schedules import rule
 from threed.schedules.auto import repeat, search
 from threed.schedules.bound import Bound, bound
@@ -21,25 +21,24 @@ from threed.schedules.orders import SCHEDULES, Order, Task, can_run, line, needs
 from threed.schedules.rule import OrderRule
 from threed.schedules.timed import StageTimes, play
 
-UNIT = {"f": 1.0, "b": 1.0, "w": 1.0, "comm": 0.0}
+UNIT = Times(1.0, 1.0, 1.0)
 EPS = 1e-6  # relative
 
 
-def auto(p: int, m: int, times: dict[str, float], limit: float | None) -> tuple[Trial, Bound]:
+def auto(p: int, m: int, times: Times, limit: float | None) -> tuple[Trial, Bound]:
     """`limit` in multiples of 1F1B's peak."""
-    whole = times["f"], times["b"], times["w"]
-    return search(p, m, lambda place: StageTimes.equal(len(place), whole, len(place) // p, times["comm"]),
+    return search(p, m, lambda place: StageTimes.equal(len(place), times.whole, len(place) // p, times.comm),
                   limit and limit * min(p, m))
 
 
 # ---------------------------------------------------------------- what is promised
 
 
-def draw(rng: random.Random, p: int, m: int) -> tuple[int, int, dict[str, float], float | None]:
+def draw(rng: random.Random, p: int, m: int) -> tuple[int, int, Times, float | None]:
     """A bare pipeline of at most p positions and m micro-batches; most are small, since time is short."""
     p, m = 1 + int(p * rng.random() ** 1.5), 1 + int(m * rng.random() ** 2)
-    times = {"f": rng.uniform(0.5, 3), "b": rng.uniform(0.5, 3), "w": rng.uniform(0.2, 3),
-             "comm": rng.choice((0.0, 0.0, rng.uniform(0, 0.5)))}
+    times = Times(rng.uniform(0.5, 3), rng.uniform(0.5, 3), rng.uniform(0.2, 3),
+                  rng.choice((0.0, 0.0, rng.uniform(0, 0.5))))
     limit = rng.choice((None, 0.5, 1.0, 1.5, 2.0, rng.uniform(0.3, 3)))
     return p, m, times, limit if limit is None else max(limit, 1 / min(p, m))
 
@@ -61,7 +60,7 @@ def check_promises(seed: int, p: int, m: int) -> tuple[bool, bool]:
         if m >= schedule.least(p):
             place = schedule.place(p, v)
             named = play(schedule.make(p, m, v), place, StageTimes.equal(
-                len(place), (times["f"], times["b"], times["w"]), v, times["comm"]))
+                len(place), times.whole, v, times.comm))
             if limit is None or named.peak <= limit * min(p, m) * v + EPS:
                 assert total_s <= named.total_s * (1 + EPS), (seed, name)
                 worse |= span_s > named.span_s * (1 + EPS)
@@ -102,7 +101,7 @@ def test_close_times():
     """Times that hardly differ give rates that hardly differ."""
     rates = []
     for text in ("f=18.522,b=18.086,w=9.337,comm=0.601", "f=18.513,b=18.086,w=9.331,comm=0.626"):
-        rates.append(predict_bare("auto", 8, 24, parse_times(text), None, 16)["bubble_rate"])
+        rates.append(predict_bare("auto", 8, 24, parse_times(text), None, 16).bubble_rate)
     assert max(rates) < 0.01
 
 
@@ -113,7 +112,7 @@ def test_repeat():
 
 def test_the_same_each_time():
     """No clock and no chance decides, unless a time is given."""
-    times = {"f": 1.3, "b": 1.7, "w": 0.9, "comm": 0.1}
+    times = Times(1.3, 1.7, 0.9, 0.1)
     assert predict_bare("auto", 3, 7, times, None, 3) == predict_bare("auto", 3, 7, times, None, 3)
 
 
@@ -122,18 +121,18 @@ def test_the_same_each_time():
 
 def test_less_memory_than_1f1b():
     """With half of 1F1B's memory and equal times: at most v-min's rate, which is 0.16."""
-    assert predict_bare("auto", 8, 24, UNIT, None, 4)["bubble_rate"] <= 0.16
+    assert predict_bare("auto", 8, 24, UNIT, None, 4).bubble_rate <= 0.16
 
 
 def test_more_seconds():
     """A search that goes on is no worse, and ends at its time, or at the bound."""
-    times = {"f": 1.0, "b": 1.1, "w": 0.7, "comm": 0.05}
+    times = Times(1.0, 1.1, 0.7, 0.05)
     default = predict_bare("auto", 4, 6, times, None, 3)
     begun = time.monotonic()
     longer = predict_bare("auto", 4, 6, times, None, 3, 0.5)
-    assert longer["step_time"] <= default["step_time"] and time.monotonic() - begun < 30
+    assert longer.step_time <= default.step_time and time.monotonic() - begun < 30
     begun = time.monotonic()
-    assert predict_bare("auto", 1, 4, UNIT, None, None, 100.0)["bubble_rate"] == 0
+    assert predict_bare("auto", 1, 4, UNIT, None, None, 100.0).bubble_rate == 0
     assert time.monotonic() - begun < 50
 
 

@@ -27,7 +27,7 @@ from threed.models.families.registry import FAMILIES
 from threed.monitor.attribute import BESIDE, CAUSES
 from threed.monitor.goodput import PARTS
 from threed.monitor.metrics import METRICS
-from threed.prediction.schedule_only import predict_bare
+from threed.prediction.schedule_only import Times, predict_bare
 from threed.schedules.orders import SCHEDULES
 from threed.schema import Config
 from threed.schema.config import keys_of
@@ -284,8 +284,8 @@ def test_rates():
     rows = re.findall(r"\| `([\w-]+)` \| .* \| (0\.\d{3}) \|", (ROOT / "docs" / "schedules.md").read_text())
     assert len(rows) == len(SCHEDULES)
     for name, rate in rows:
-        report = predict_bare(name, 8, 24, {"f": 1.0, "b": 1.0, "w": 1.0, "comm": 0.0})
-        assert f"{report['bubble_rate']:.3f}" == rate, name
+        report = predict_bare(name, 8, 24, Times(1.0, 1.0, 1.0))
+        assert f"{report.bubble_rate:.3f}" == rate, name
 
 
 def test_named_files_exist():

@@ -52,21 +52,21 @@ def test_each_instruction_has_its_pass(overrides):
         for index in range(0, len(programs[0]), 7 if len(programs[0]) > 100 else 1):
             item = programs[0][index]
             answer = explain(analysis, index, 0, name)
-            assert answer["pass"] in PASSES[item.op], (str(item), answer["pass"])
+            assert answer.origin in PASSES[item.op], (str(item), answer.origin)
             effect = effects(item, plan.table, 0)
-            assert [each["slot"] for each in answer.get("reads", ())] == list(map(str, effect.reads))
-            assert answer["sends"] == {axis: size for axis, size in sent_by(plan.table, item).items() if size}
+            assert [each.slot for each in answer.slots.get("reads", ())] == list(map(str, effect.reads))
+            assert answer.sends == {axis: size for axis, size in sent_by(plan.table, item).items() if size}
             if item.op in PHASES:
-                assert set(effect.groups) == set(answer["sends"]), str(item)
-            for after in answer["after"]:
+                assert set(effect.groups) == set(answer.sends), str(item)
+            for after in answer.after:
                 assert int(after.split()[0]) < index
-            for waits in answer["waits for it"]:
+            for waits in answer.waits:
                 later = explain(analysis, int(waits.split()[0]), 0, name)
-                assert f"{index}  {item}" in later["after"]
+                assert f"{index}  {item}" in later.after
             if item.op == Op.CLIP:
-                assert answer["with ranks"] == list(range(1, 8))
+                assert answer.ranks == list(range(1, 8))
             if item.op in MESSAGES:
-                assert answer["with ranks"] == [4]
+                assert answer.ranks == [4]
 
 
 def test_a_plan_that_was_changed():
@@ -77,8 +77,8 @@ def test_a_plan_that_was_changed():
     changed = (*program[:last], *program[last + 1:], program[-1])
     other = replace(plan, programs={**plan.programs, "train": [changed]})
     for index in range(last, len(changed) - 1, 4):
-        assert explain(other, index)["pass"] == explain(plan, index + 1)["pass"]
-    assert explain(other, len(changed) - 1)["pass"] is None
+        assert explain(other, index).origin == explain(plan, index + 1).origin
+    assert explain(other, len(changed) - 1).origin is None
 
 
 def test_text(capsys):
@@ -97,7 +97,7 @@ def test_what_belongs_to_the_step_before(capsys):
     config = ["configs/toy.yaml", "parallel.dp=1", "parallel.tp=1", "parallel.pp=1", "offload.optimizer=cpu"]
     analysis = Analysis(threed.plan(threed.load(config[0], config[1:])))
     for index, item in enumerate(analysis.plan.programs["train"][0]):
-        when = explain(analysis, index)["when"]
+        when = explain(analysis, index).when
         of_before = item.op == Op.STEP or (item.op == Op.OFFLOAD and item.kind == "gprev")
         assert (when is not None) == (of_before or item.op == Op.CLIP), str(item)
         assert not of_before or when.startswith("it is part of the update of the step before"), str(item)

@@ -72,6 +72,6 @@ def test_buffers_are_those_of_a_variant():
 
 def test_what_check_says():
     config = tiny("parallel.pp=2", "run.cuda_graphs=true")
-    checked = api.check(config)
-    assert [row["graph_sets"] for row in checked["stages"]] == [2, 1]
-    assert "CUDA graphs: pp0 24 in 2 sets of buffers, pp1 16 in 1 set" in api.show_check(checked, config)
+    checked = api.checked_plan(config)
+    assert [row["graph_sets"] for row in checked.document()["stages"]] == [2, 1]
+    assert "CUDA graphs: pp0 24 in 2 sets of buffers, pp1 16 in 1 set" in api.show_check(checked)

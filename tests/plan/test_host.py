@@ -81,8 +81,8 @@ def test_all_say_the_same():
         text = run("predict", TOY, *AWAY, "--hardware", hardware).stdout
         assert ("warning: " in text and "20% stay free" in " ".join(text.split())) != fits
         rows = advise(config, Hardware.parse(hardware), 80 * GB, holds_host=True)
-        assert rows[0]["fits"] == fits and rows[0]["host"]["bytes"] == need
-        assert any(row["fits"] for row in rows), "others need less"
+        assert rows[0].fits == fits and rows[0].needs.host.bytes == need
+        assert any(row.fits for row in rows), "others need less"
     assert run("check", TOY, *AWAY, "--memory", "80GB").exit_code == 0, "nobody has said what the host is"
 
 

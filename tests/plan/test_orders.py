@@ -13,7 +13,7 @@ from threed.base.errors import InputError, PlanError
 from threed.config.load import load
 from threed.features.pipeline.plan import communicate, expand
 from threed.planner import make_plan, make_table
-from threed.prediction.schedule_only import predict_bare
+from threed.prediction.schedule_only import Times, predict_bare
 from threed.program.analysis import Analysis
 from threed.program.instruction import COMPUTE, Op
 from threed.program.link import link, memory
@@ -24,7 +24,7 @@ from threed.schedules import orders
 from threed.schedules.orders import SCHEDULES, Task, can_run, gpipe, one_f_one_b
 from threed.schedules.timed import StageTimes, play
 
-UNIT = {"f": 1.0, "b": 1.0, "w": 1.0, "comm": 0.0}
+UNIT = Times(1.0, 1.0, 1.0)
 GOLDEN = Path(__file__).parents[1] / "golden"
 SIZES = [(1, 1), (1, 3), (2, 1), (2, 4), (3, 4), (4, 2), (4, 8), (8, 5), (8, 16), (4, 13)]
 PLAIN = ("gpipe", "1f1b")
@@ -84,7 +84,7 @@ def test_peak_activations(p, m):
     """What a schedule keeps on the fullest position, in micro-batches of its whole share."""
     def peak(name: str, v: int = 1) -> float:
         report = predict_bare(name, p, m, UNIT, v if v > 1 else None)
-        return max(stage["peak_activations"] for stage in report["stages"])
+        return max(stage.peak_activations for stage in report.stages)
 
     assert peak("gpipe") == m
     assert peak("1f1b") == peak("zb-h1") == peak("zb-v") == p
@@ -133,7 +133,7 @@ def test_bubble(schedule, p, m, backward):
 def test_bubble_rates(p, m):
     """The closed formulas, in the zero-bubble paper's measure, for F = B = W and free messages."""
     def rate(name: str, v: int | None = None) -> float:
-        return predict_bare(name, p, m, UNIT, v)["bubble_rate"]
+        return predict_bare(name, p, m, UNIT, v).bubble_rate
 
     assert rate("gpipe") == pytest.approx((p - 1) / (m + p - 1)) == rate("1f1b")
     for v in (2, 4):

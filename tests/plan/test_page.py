@@ -18,6 +18,7 @@ from threed.html_report.content import Content, thin
 from threed.html_report.drawing import byte_unit, finish, plotly, time_unit
 from threed.html_report.report import content
 from threed.monitor.attribute import CAUSES
+from threed.prediction.predict import predicted
 from threed.prediction.report import show
 from threed.program.analysis import Analysis
 from threed.program.instruction import COMPUTE, Op
@@ -120,8 +121,8 @@ def test_room_for_the_legend(names, rows):
 
 def test_what_must_be_seen(text):
     """What `threed predict` prints, all sections, and no section of a run."""
-    values = threed.predict(threed.load("configs/toy.yaml"))
-    assert show(values).splitlines()[0] in text and values["digest"] in text
+    found = predicted(threed.load("configs/toy.yaml"))
+    assert show(found).splitlines()[0] in text and found.step.digest in text
     for name in ("mesh", "pipeline", "lanes", "time", "memory", "bytes", "numbers"):
         assert f'<section id="{name}">' in text
     assert '<section id="run">' not in text and "measured" not in text.split("plotly.js")[0]
@@ -131,14 +132,14 @@ def test_what_must_be_seen(text):
 def test_compute_lanes(toy):
     """The boxes of a position take as long as `threed predict` says that it is busy, and none after the end
     of the step. (Boxes of one micro-batch join across short waits.)"""
-    values, unit = toy.values, time_unit(toy.values["step_time"])
+    step, unit = toy.predicted.step, time_unit(toy.predicted.step.step_s)
     drawn = dict.fromkeys(range(toy.mesh.positions), 0.0)
     for trace in timelines.compute_lanes(toy).data:
-        assert max(numpy.add(trace.base, trace.x)) * unit.size <= values["step_time"] * 1.0001
+        assert max(numpy.add(trace.base, trace.x)) * unit.size <= step.step_s * 1.0001
         if trace.name in {str(op) for op in (*COMPUTE, Op.STEP)}:
             for row, length in zip(trace.y, trace.x, strict=True):
                 drawn[int(row)] += length * unit.size
-    assert list(drawn.values()) == pytest.approx([row["busy_s"] for row in values["stages"]], rel=0.01)
+    assert list(drawn.values()) == pytest.approx([row.busy_s for row in step.stages], rel=0.01)
 
 
 def test_all_lanes(toy):
@@ -161,8 +162,8 @@ def test_all_lanes(toy):
 
 def test_memory(toy):
     """The curves of a position add up to its peak, once it is reached, and never to more."""
-    unit = byte_unit(max(row["peak_bytes"]["device"] for row in toy.values["stages"]))
-    figure, peaks = figures.memory(toy), [row["peak_bytes"]["device"] for row in toy.values["stages"]]
+    figure, peaks = figures.memory(toy), [row.peak.total for row in toy.stages]
+    unit = byte_unit(max(peaks))
     for position, peak in enumerate(peaks):
         axis = f"x{position + 1 if position else ''}"
         curves = [trace for trace in figure.data if trace.xaxis == axis and trace.stackgroup]
@@ -175,21 +176,21 @@ def test_memory(toy):
     assert min(min(trace.y) for trace in figures.peaks(toy).data) >= 0
     bars = numpy.sum([trace.y for trace in figures.peaks(toy).data], axis=0) * unit.size
     assert list(bars) == pytest.approx(peaks)
-    assert max(point["device"] for point in toy.values["stages"][0]["memory"]) == peaks[0]
+    assert max(size for _, size in toy.stages[0].memory) == peaks[0]
 
 
 def test_causes_and_bytes(toy):
     """A bar is as long as the step, and bytes are those of `threed check`."""
     for row in toy.attributed:
-        assert sum(row[cause] for cause in CAUSES) == pytest.approx(toy.values["step_time"])
+        assert sum(row[cause] for cause in CAUSES) == pytest.approx(toy.predicted.step.step_s)
     assert {trace.name for trace in figures.causes(toy).data} <= {"compute", "p2p wait", "dp wait",
                                                                   "optimizer", "offload", "idle"}
-    sent = [row["sent_bytes"]["pp"] for row in toy.values["stages"]]
+    sent = [row.holds.sent_bytes["pp"] for row in toy.stages]
     figure = figures.traffic(toy)
     titles = [note.text.strip("</b>") for note in figure.layout.annotations]
     trace = figure.data[titles.index("sent over pp")]
     assert list(numpy.array(trace.y) * byte_unit(max(sent)).size) == pytest.approx(sent)
-    moved = {lane for row in toy.values["stages"] for lane in row["moved_bytes"]}
+    moved = {lane for row in toy.stages for lane in row.holds.moved_bytes}
     assert {f"moved on {lane}" for lane in moved} <= set(titles)
 
 
@@ -237,8 +238,8 @@ def test_command(tmp_path, monkeypatch, capsys):
     """Costs and hardware are those of `threed predict`."""
     report("configs/toy.yaml", "parallel.pp=4", "-o", tmp_path / "page.html", "--hardware", "tflops=989")
     assert f"wrote {tmp_path / 'page.html'}: " in capsys.readouterr().out
-    values = threed.predict(threed.load("configs/toy.yaml", ["parallel.pp=4"]), "tflops=989")
-    assert show(values) in (tmp_path / "page.html").read_text()
+    found = predicted(threed.load("configs/toy.yaml", ["parallel.pp=4"]), "tflops=989")
+    assert show(found) in (tmp_path / "page.html").read_text()
 
 
 @pytest.mark.parametrize(("argv", "words"), [

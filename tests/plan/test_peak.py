@@ -16,6 +16,7 @@ from threed.planner import analyse
 from threed.prediction.advise import measure
 from threed.prediction.hardware import Hardware
 from threed.prediction.peak import communicators, fullest, peaks, show, too_much
+from threed.prediction.predict import predicted
 from threed.prediction.report import show as show_report
 
 TOY, H100 = "configs/toy.yaml", Hardware.parse("h100-sxm")
@@ -42,18 +43,18 @@ def test_all_say_the_same(over):
     """Three commands, three peaks: the smallest decided whether anybody was warned."""
     config = threed.load(TOY, over)
     held = peaks(analyse(config), H100)
-    wanted, predicted = [row.total for row in held], threed.predict(config, "h100-sxm")
+    wanted, found = [row.total for row in held], predicted(config, "h100-sxm")
     checked = json.loads(run("check", TOY, *over, "--hardware", "h100-sxm", "--json").stdout)
-    assert [row["peak_bytes"]["device"] for row in predicted["stages"]] == wanted
+    assert [row["peak_bytes"]["device"] for row in found.document()["stages"]] == wanted
     assert [row["peak_bytes"] for row in checked["peaks"]] == wanted
-    assert measure(config, H100)["peak_bytes"] == max(wanted)
-    text = show_report(predicted)
+    assert measure(config, H100).peak.total == max(wanted)
+    text = show_report(found)
     assert show(held) in text and f"{show_bytes(max(wanted))} = " in text
 
 
 def test_the_page_says_the_same():
-    page = pages.content(threed.load(TOY), "h100-sxm").values
-    assert page["stages"] == threed.predict(threed.load(TOY), "h100-sxm")["stages"]
+    page = pages.content(threed.load(TOY), "h100-sxm").stages
+    assert page == predicted(threed.load(TOY), "h100-sxm").step.stages
 
 
 def test_what_stays_free():

@@ -18,7 +18,7 @@ from threed.prediction.analytic import cost as analytic_cost
 from threed.prediction.contention import PricedPlan
 from threed.prediction.hardware import Hardware
 from threed.prediction.memory import of_config
-from threed.prediction.report import report
+from threed.prediction.step import predicted_step
 from threed.program.analysis import Analysis
 from threed.program.instruction import COMPUTE, Op
 from threed.program.simulate import predict
@@ -84,26 +84,26 @@ def test_measured_costs_leave_moves_their_price(over):
     machines = Hardware(link_gbps=1, host_gbps=1, read_gbps=1, write_gbps=1), Hardware()
     priced = ((PricedPlan(Analysis(plan), analytic_cost(plan, machine, measured), "a run"), machine)
               for machine in machines)
-    slow, fast = (report(plan, machine)["step_time"] for plan, machine in priced)
+    slow, fast = (predicted_step(plan, machine).step_s for plan, machine in priced)
     assert slow > 2 * fast
     of_device = make_plan(load("configs/toy.yaml"))
     priced = PricedPlan(Analysis(of_device), analytic_cost(of_device, Hardware(), measured), "a run")
-    assert report(priced, Hardware())["step_time"] == pytest.approx(
+    assert predicted_step(priced, Hardware()).step_s == pytest.approx(
         predict(Analysis(of_device), measured).step_s), "what the device computes costs what was measured"
 
 
 def test_a_devices_memory_has_more_than_the_plan():
     """Temporaries, and what CUDA and NCCL take: for each group of several ranks, and each channel."""
     config = load("configs/toy.yaml", ["parallel.dp=4", "train.global_batch_size=32", "run.device=auto"])
-    row = measure(config, Hardware(context_gb=3.0, communicator_gb=0.5))
+    peak = measure(config, Hardware(context_gb=3.0, communicator_gb=0.5)).peak
     # of dp, tp, world, the tied embedding, and two channels to the other position
-    assert row["taken_bytes"] == 3.0 * GB + 6 * 0.5 * GB
-    assert row["peak_bytes"] > row["planned_bytes"] + row["taken_bytes"]
+    assert peak.taken_bytes == 3.0 * GB + 6 * 0.5 * GB
+    assert peak.total > peak.fixed_bytes + peak.activation_bytes + peak.taken_bytes
     config.run.device = "cpu"
-    assert measure(config, Hardware())["taken_bytes"] == 0
+    assert measure(config, Hardware()).peak.taken_bytes == 0
     separate = ["parallel.dp=4", "model.fused=off"]
     large, small = (measure(load("configs/gpt2-small.yaml", [*separate, f"model.loss_chunk={chunk}"]),
-                            Hardware()) for chunk in ("null", "128"))
+                            Hardware()).document() for chunk in ("null", "128"))
     saved = large["peak_bytes"] - small["peak_bytes"] - (large["planned_bytes"] - small["planned_bytes"])
     assert saved > 0.5 * GB, "of the 1.6 GB of a micro-batch's logits in fp32"
 

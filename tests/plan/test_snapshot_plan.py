@@ -12,8 +12,8 @@ from threed.config.load import load
 from threed.planner import make_plan
 from threed.prediction.analytic import cost as analytic_cost
 from threed.prediction.hardware import Hardware
-from threed.prediction.predict import priced
-from threed.prediction.report import report, show
+from threed.prediction.predict import prediction, priced
+from threed.prediction.report import show
 from threed.program.analysis import Analysis
 from threed.program.check import check
 from threed.program.effects import effects
@@ -127,13 +127,13 @@ def test_what_it_costs():
     plan = plan_of("parallel.pp=2")
     for link_gbps, blocked in ((1e6, False), (1e-4, True)):
         machine, costs = priced(Analysis(plan), f"link_gbps={link_gbps}", None)
-        values = report(costs, machine)
-        saved = values["checkpoint"]
-        assert saved["bytes"] == max(row["snapshot_bytes"] for row in values["stages"])
-        assert saved["copy_s"] > 0 and (saved["blocked_s"] > 0.01 * saved["copy_s"]) == blocked
-        assert "a checkpoint copies" in show(values)
+        found = prediction(costs, machine)
+        saved = found.step.checkpoint
+        assert saved is not None and saved.bytes == max(row.holds.snapshot_bytes for row in found.step.stages)
+        assert saved.copy_s > 0 and (saved.blocked_s > 0.01 * saved.copy_s) == blocked
+        assert "a checkpoint copies" in show(found)
     machine, costs = priced(Analysis(plan_of("checkpoint.every=0")), "", None)
-    assert report(costs, machine)["checkpoint"] is None
+    assert prediction(costs, machine).step.checkpoint is None
 
 
 @pytest.mark.parametrize("home, gbps", [("none", 100.0), ("cpu", 50.0)])

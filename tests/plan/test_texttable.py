@@ -8,6 +8,7 @@ from threed.api import plans as api
 from threed.base.texttable import render, wrapped
 from threed.config.load import load
 from threed.prediction import report
+from threed.prediction.predict import predicted
 
 HEAD = ("a rank of", "parameters", "sends pp")
 
@@ -60,8 +61,8 @@ def test_wrapped():
 
 def large(columns: int) -> list[str]:
     config = load("configs/gpt3-175b.yaml", ["parallel.dp=2", "train.global_batch_size=192"])
-    return [api.show_check(api.check(config), config, columns), api.show(config, columns=columns),
-            report.show(api.predict(config), columns)]
+    return [api.show_check(api.checked_plan(config), columns=columns), api.show(config, columns=columns),
+            report.show(predicted(config), columns)]
 
 
 def test_what_commands_print_fits_a_terminal_of_80_columns():

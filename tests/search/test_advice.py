@@ -52,22 +52,22 @@ def test_advice():
     config = threed.load("configs/gpt2-small.yaml", ["parallel.dp=4", "parallel.pp=1", "parallel.tp=1",
                                               "train.global_batch_size=64",
                                               "parallel.sequence_parallel=false"])
-    rows = {row["setting"]: row for row in advise(config, Hardware())}
+    rows = {row.text: row.needs for row in advise(config, Hardware())}
     here = rows.pop("as configured")
     assert {"zero.stage=0", "zero.stage=2 zero.reduce_every=step"} <= rows.keys()
     assert "zero.stage=1" not in rows, "it is the config itself"
-    assert rows["zero.stage=0"]["fixed_bytes"] > here["fixed_bytes"]
-    assert rows["zero.stage=3"]["fixed_bytes"] < rows["zero.stage=2"]["fixed_bytes"] < here["fixed_bytes"]
+    assert rows["zero.stage=0"].peak.fixed_bytes > here.peak.fixed_bytes
+    assert (rows["zero.stage=3"].peak.fixed_bytes < rows["zero.stage=2"].peak.fixed_bytes
+            < here.peak.fixed_bytes)
     once_a_step = rows["zero.stage=2 zero.reduce_every=step"]
-    assert rows["zero.stage=2"]["dp_bytes"] > here["dp_bytes"] == once_a_step["dp_bytes"]
-    plans = [tuple(sorted((k, v) for k, v in row.items() if k.endswith("bytes") or k == "step_s"))
-             for row in rows.values()]
+    assert rows["zero.stage=2"].dp_bytes > here.dp_bytes == once_a_step.dp_bytes
+    plans = [(row.peak, row.dp_bytes, row.step_s) for row in rows.values()]
     assert len(rows) >= 8 and len(set(plans)) >= 7, "one setting is listed under several names"
-    memory = round(sorted(row["peak_bytes"] for row in rows.values())[3] / 0.95) + 1  # 5% stay free
+    memory = round(sorted(row.peak.total for row in rows.values())[3] / 0.95) + 1  # 5% stay free
     listed = advise(config, Hardware(), memory)[1:]
-    fits = [row["fits"] for row in listed]
+    fits = [row.fits for row in listed]
     assert fits == sorted(fits, reverse=True) and fits.count(True) >= 4
-    times = [row["step_s"] for row in listed if row["fits"]]
+    times = [row.needs.step_s for row in listed if row.fits]
     assert times == sorted(times)
 
 
@@ -76,10 +76,10 @@ def test_advice_to_those_who_offload():
     would be refused."""
     over = ["offload.optimizer=nvme", "offload.nvme_path=disk", "offload.overlap=next",
             "offload.gradients=device"]
-    rows = {row["setting"]: row for row in advise(threed.load(TOY, over), Hardware())}
+    rows = {row.text: row.needs for row in advise(threed.load(TOY, over), Hardware())}
     assert {"offload.optimizer=none", "offload.optimizer=cpu", "offload.optimizer=nvme",
             "zero.stage=3 offload.optimizer=nvme offload.parameters=nvme"} <= rows.keys()
-    assert rows["offload.optimizer=none"]["fixed_bytes"] > rows["offload.optimizer=cpu"]["fixed_bytes"]
+    assert rows["offload.optimizer=none"].peak.fixed_bytes > rows["offload.optimizer=cpu"].peak.fixed_bytes
 
 
 def test_advice_is_printed():
@@ -94,7 +94,7 @@ def test_advice_is_printed():
 def test_advise_experts():
     """Other numbers of ranks that hold all experts, and pairs, where there are experts."""
     config = threed.load("configs/toy-moe.yaml", ["model.layers=2", "train.global_batch_size=8"])
-    rows = {row["setting"]: row for row in advise(config, Hardware()) if "parallel." in row["setting"]}
+    rows = {row.text: row.needs for row in advise(config, Hardware()) if "parallel." in row.text}
     assert rows.keys() == {"parallel.ep=1", "parallel.ep=4", "parallel.pair=True"}
-    assert rows["parallel.ep=4"]["fixed_bytes"] < rows["parallel.ep=1"]["fixed_bytes"]
+    assert rows["parallel.ep=4"].peak.fixed_bytes < rows["parallel.ep=1"].peak.fixed_bytes
     assert not any("parallel.ep" in changes for changes in neighbours(threed.load(TOY)))

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,9 +34,15 @@ from threed.program import show as shows
 from threed.program import summary
 from threed.program.analysis import Analysis
 from threed.program.check import check as check_plan
-from threed.program.graphs import graphs
+from threed.program.graphs import Graphs, graphs
 from threed.program.plan import Plan
-from threed.program.units import compute_units, parameter_units, show_compute_units, show_parameter_units
+from threed.program.units import (
+    Contents,
+    compute_units,
+    parameter_units,
+    show_compute_units,
+    show_parameter_units,
+)
 from threed.schema import Config
 from threed.training.hooks import Callback
 
@@ -72,26 +79,50 @@ def check(what: Config | Plan, room: float | None = None) -> dict[str, Any]:
 
     >>> threed.check(threed.load("configs/toy.yaml", ["zero.stage=3"]))["stages"][0]["optimizer_bytes"]
     """
+    return checked_plan(what, room).document()
+
+
+@dataclass(frozen=True)
+class CheckedPlan:
+    """A plan that is legal, and what there is to say of it."""
+
+    analysis: Analysis
+    chosen: list[str]  # why keys that are `auto` have their values
+    warnings: list[str]
+    stages: list[summary.StageSummary]
+    graphs: list[Graphs]  # by position; []: without CUDA graphs
+
+    def document(self) -> dict[str, Any]:
+        """What `check` returns."""
+        rows = [row.document() for row in self.stages]
+        for row, held in zip(rows, self.graphs, strict=False):
+            row |= {"cuda_graphs": held.count, "graph_sets": len(held.peaks)}
+        plan = self.analysis.plan
+        return {"ok": True, "world_size": config_of(plan).world_size, "instructions": len(plan),
+                "digest": self.analysis.digest, "chosen": self.chosen, "warnings": self.warnings,
+                "stages": rows}
+
+
+def checked_plan(what: Config | Plan, room: float | None = None) -> CheckedPlan:
+    """What `check` makes its document of."""
     analysis = analysed(what, room)
     if isinstance(what, Plan):
-        analysis = check_plan(what)
-    plan, config = analysis.plan, config_of(analysis.plan)
-    rows = [row.document() for row in summary.stages(analysis)]
-    for position, row in enumerate(rows) if config.run.cuda_graphs else ():
-        held = graphs(analysis, position)
-        row |= {"cuda_graphs": held.count, "graph_sets": len(held.peaks)}
-    return {"ok": True, "world_size": config.world_size, "instructions": len(plan), "digest": analysis.digest,
-            "chosen": chosen_for(what, config) if isinstance(what, Config) else [],
-            "warnings": warnings_of(config, plan), "stages": rows}
+        check_plan(analysis)
+    config, table = config_of(analysis.plan), analysis.table
+    return CheckedPlan(
+        analysis, chosen_for(what, config) if isinstance(what, Config) else [],
+        warnings_of(config, analysis.plan), summary.stages(analysis),
+        [graphs(analysis, position) for position in range(table.num_positions * config.run.cuda_graphs)])
 
 
-def show_check(checked: dict[str, Any], config: Config, columns: int | None = None) -> str:
-    """What `check` has returned, as text. `columns`: of a terminal into which tables are to fit."""
-    verdict, ranks = "ok: " if checked["ok"] else "", many(config.world_size, "rank")
-    lines = [f"{verdict}{ranks} ({make_mesh(config).text()}), {checked['instructions']} "
-             f"instructions, plan {checked['digest']}",
-             *checked["chosen"], *(f"warning: {line}" for line in checked["warnings"]),
-             summary.show(checked["stages"], columns)]
+def show_check(checked: CheckedPlan, fits: bool = True, columns: int | None = None) -> str:
+    """A plan that was checked, as text. `columns`: of a terminal into which tables are to fit."""
+    plan, config = checked.analysis.plan, config_of(checked.analysis.plan)
+    verdict, ranks = "ok: " if fits else "", many(config.world_size, "rank")
+    lines = [f"{verdict}{ranks} ({make_mesh(config).text()}), {len(plan)} instructions, plan "
+             f"{checked.analysis.digest}",
+             *checked.chosen, *(f"warning: {line}" for line in checked.warnings),
+             summary.show(checked.stages, columns)]
     ranks = f"{config.parallel.ep} ranks together hold" if config.parallel.ep > 1 else "each rank holds"
     if (active := num_parameters(config.model, True)) < (every := num_parameters(config.model)):
         lines.append(f"experts: {show_count(every)} parameters, of which {show_count(active)} compute a "
@@ -101,9 +132,8 @@ def show_check(checked: dict[str, Any], config: Config, columns: int | None = No
                           for piece, size in saved_by_piece(config).items())
         lines.append(f"computed again, a block and micro-batch: {saved}")
     if config.run.cuda_graphs:
-        counts = ", ".join(f"pp{position} {row['cuda_graphs']} in {row['graph_sets']} "
-                           f"set{'s' if row['graph_sets'] > 1 else ''} of buffers"
-                           for position, row in enumerate(checked["stages"]))
+        counts = ", ".join(f"pp{position} {held.count} in {many(len(held.peaks), 'set')} of buffers"
+                           for position, held in enumerate(checked.graphs))
         lines.append(f"CUDA graphs: {counts}")
     return "\n".join(lines)
 
@@ -128,7 +158,7 @@ def show_text(analysis: Analysis, rank: int | None = None, program: str = "train
     position = _position(plan, rank, program)
     _no_rank_of_units(rank, units)
     if units is not None:
-        return _show_units(plan, units)
+        return show_compute_units(plan) if _is_u(units) else show_parameter_units(plan, _contents(plan))
     if position is not None:
         return shows.listing(plan, position, program)
     return (f"{make_mesh(config).draw()}\n\n{show_compute_units(plan, MOST_UNITS)}\n\n"
@@ -160,7 +190,7 @@ def show_document(plan: Plan, rank: int | None = None, program: str = "train",
 
 
 def explain(what: Config | Plan | Analysis, index: int, rank: int = 0,
-            program: str = "train") -> dict[str, Any]:
+            program: str = "train") -> explaining.Explanation:
     """What instruction `index` of a rank's program is for: which pass put it there, what it reads and makes
     and on which tier, which ranks take part, what it sends and moves in bytes, and what waits for it. Raises
     InputError where there is no such instruction."""
@@ -177,22 +207,27 @@ def explain(what: Config | Plan | Analysis, index: int, rank: int = 0,
               for name, programs in stages_of(config, make_pipeline(config), plan.table, program)]
     item, mesh = plan.programs[program][position][index], make_mesh(config)
     explained = explaining.explain(analysis, program, position, index)
-    others = {other for group in explained["groups"] for other in mesh.group(group, rank)} - {rank}
+    others = {other for group in explained.groups for other in mesh.group(group, rank)} - {rank}
     if item.peer >= 0:
         others = {mesh.group("pp", rank)[item.peer]}
-    return {"rank": rank, **explained, "with ranks": sorted(others),
-            "pass": explaining.origin(stages, plan.programs[program][position], index)}
+    return replace(explained, rank=rank, ranks=sorted(others),
+                   origin=explaining.origin(stages, plan.programs[program][position], index))
 
 
 def list_units(plan: Plan, kind: str) -> list[dict[str, Any]]:
     """A row a compute unit (kind `u`) or a parameter unit (`p`)."""
-    if kind == "u":
-        return compute_units(plan)
-    if kind != "p":
+    return compute_units(plan) if _is_u(kind) else parameter_units(plan, _contents(plan))
+
+
+def _is_u(kind: str) -> bool:
+    if kind not in ("u", "p"):
         raise InputError(f"units={kind}: give u (compute units) or p (parameter units)")
-    contents = {index: [(placed.parameter.name, placed.shape) for placed in laid.placed]
-                for index, laid in layouts(config_of(plan)).items()}
-    return parameter_units(plan, contents)
+    return kind == "u"
+
+
+def _contents(plan: Plan) -> Contents:
+    return {index: [(placed.parameter.name, placed.shape) for placed in laid.placed]
+            for index, laid in layouts(config_of(plan)).items()}
 
 
 def train(config: Config | str | Path, overrides: list[str] | None = None,
@@ -310,8 +345,3 @@ def _no_rank_of_units(rank: int | None, units: str | None) -> None:
     if rank is not None and units is not None:
         raise InputError(f"rank={rank} and units={units}: units are listed for all ranks; leave one of them "
                          "out")
-
-
-def _show_units(plan: Plan, kind: str) -> str:
-    rows = list_units(plan, kind)
-    return show_compute_units(plan) if kind == "u" else show_parameter_units(rows)

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from functools import partial
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -87,7 +87,7 @@ def show(context: typer.Context, config: of.ConfigPath, overrides: of.Overrides 
     analysis = analysed(configs.for_devices(config, overrides, devices, "show"))
     if explain is not None:
         explained = api.explain(analysis, explain, rank or 0, program)
-        print(json.dumps(explained, indent=1) if as_json else explaining.show(explained))
+        _print_json(explained.document()) if as_json else print(explaining.show(explained))
         return
     # Raises for bad input before a file is written.
     if as_json:
@@ -112,23 +112,22 @@ def check(config: of.ConfigPath, overrides: of.Overrides = None, devices: of.Dev
     """
     gc.disable()  # as in predict
     loaded = configs.for_devices(config, overrides, devices, "check")
-    texts, small = [], None
+    found, texts, small = {}, [], None
     if not (advise or memory is not None or hardware):
-        checked = api.check(loaded)
+        checked = api.checked_plan(loaded)
     else:
         from threed.prediction import fit
 
         asked = fit.FitRequest(hardware, parse_memory(memory) if memory is not None else None,
                                advise or memory is not None, terminal())
-        checked = api.check(loaded, fit.room_of(loaded, asked))
+        checked = api.checked_plan(loaded, fit.room_of(loaded, asked))
         gc.enable()  # advice makes one plan after the other
         found, texts, small = fit.fit(loaded, asked, _progress)
-        checked |= found
-        checked["ok"] = small is None
     if as_json:
-        _print_json({**checked, **({"error": small, "problems": [small]} if small else {})})
+        _print_json({**checked.document(), **found, "ok": small is None,
+                     **({"error": small, "problems": [small]} if small else {})})
     else:
-        print("\n\n".join([api.show_check(checked, loaded, terminal()), *texts]))
+        print("\n\n".join([api.show_check(checked, small is None, terminal()), *texts]))
     if small is not None:
         say(small)
         raise typer.Exit(InputError.status)
@@ -150,13 +149,14 @@ def predict(context: typer.Context, config: of.BareConfigPath = None, overrides:
     """
     gc.disable()  # plans are millions of small objects that all live until the end
     if config is not None:
+        from threed.prediction.predict import predicted
         from threed.prediction.report import show as show_report
 
         exclude(context, "CONFIG", "schedule", "pp", "micro_batches", "times", "virtual_stages",
                  "activation_limit", "seconds")
         loaded = configs.for_devices(config, overrides, devices, "predict")
-        values = api.predict(loaded, hardware, costs, tokens, imbalance)
-        _print(values, partial(show_report, columns=terminal()), as_json)
+        found = predicted(loaded, hardware, costs, tokens, imbalance)
+        _print_json(found.document()) if as_json else print(show_report(found, terminal()))
         return
     from threed.prediction import schedule_only as bare
 
@@ -167,9 +167,9 @@ def predict(context: typer.Context, config: of.BareConfigPath = None, overrides:
     limit = None
     if activation_limit is not None:
         limit = bare.parse_limit_of_bare(activation_limit, pp, micro_batches)
-    values = bare.predict_bare(schedule, pp, micro_batches, bare.parse_times(times), virtual_stages, limit,
-                               seconds)
-    _print(values, bare.show, as_json)
+    found = bare.predict_bare(schedule, pp, micro_batches, bare.parse_times(times), virtual_stages, limit,
+                              seconds)
+    _print_json(found.document()) if as_json else print(bare.show(found))
 
 
 @app.command(short_help="search the best layout of a config on so many devices")
@@ -200,8 +200,6 @@ def calibrate(output: of.NewHardware, ranks: of.Ranks = None, quick: of.Quick = 
     Writes a file for `threed predict CONFIG --hardware FILE`, and prints how far its prices are from what was
     measured. Let nothing else run meanwhile.
     """
-    from dataclasses import asdict
-
     from threed.calibration import calibrate as measuring
     from threed.calibration import fitted, points
 
@@ -291,7 +289,8 @@ def compare(run: of.RunPath, as_json: of.Json = False) -> None:
     from threed.monitor import compare as comparing
     from threed.monitor.run import Run
 
-    _print(Run(run).compare(), partial(comparing.show, columns=terminal()), as_json)
+    found = comparing.compare(Run(run).path)
+    _print_json(asdict(found)) if as_json else print(comparing.show(found, terminal()))
 
 
 cli_foreign.register(app)

@@ -1,5 +1,5 @@
 """Content: what a page shows, before it is drawn. All of it is read from the plan, from its walk with a
-clock, from the document of `predict`, and from the files of a run."""
+clock, from what is predicted, and from the files of a run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from threed.planner import make_mesh
 from threed.prediction.contention import PricedPlan
 from threed.prediction.hardware import Hardware
 from threed.prediction.peak import Temporaries, temporaries_of
-from threed.prediction.predict import document
+from threed.prediction.predict import MachinePrediction, prediction
+from threed.prediction.step import StagePrediction
 from threed.program.costs import FILE as COSTS
 from threed.program.costs import device_of
 from threed.program.in_words import slot_words
@@ -72,15 +73,18 @@ class Content:
         return self.priced.source
 
     @cached_property
-    def values(self) -> dict[str, Any]:
-        """The document of `threed predict --json`."""
-        return document(self.priced, self.machine)
+    def predicted(self) -> MachinePrediction:
+        return prediction(self.priced, self.machine)
+
+    @property
+    def stages(self) -> list[StagePrediction]:
+        return self.predicted.step.stages
 
     @cached_property
     def attributed(self) -> list[dict[str, float]]:
         """Where the time of a predicted step goes: a row a position, seconds by cause."""
         step = self.priced.step
-        rows, slower = attribute_walk(self.priced.analysis, step.walk), self.values["slower"]
+        rows, slower = attribute_walk(self.priced.analysis, step.walk), self.predicted.step.slower
         return [{name: share if name == "bubble" else slower * share for name, share in row.items()}
                 for row in rows]
 
@@ -92,11 +96,10 @@ class Content:
         """Bytes on the device of a rank: what it holds all the time, and by kind what it keeps for a while,
         [index of an instruction]. Where an instruction frees, before its end, more of its slots than it has
         temporaries, the largest kind is as much smaller."""
-        row, by_kind = self.values["stages"][position], self.priced.analysis.memory(position).by_kind
-        fixed = {name: row[f"{key}_bytes"] for name, key in (("parameters", "parameter"),
-                 ("gradients", "gradient"), ("optimizer state", "optimizer"), ("buffers", "buffer"))}
-        fixed["process and libraries" if self.machine.waits else "CUDA and NCCL"] = sum(
-            row["peak"][f"{part}_bytes"] for part in ("context", "communicator"))
+        row, by_kind = self.stages[position], self.priced.analysis.memory(position).by_kind
+        fixed = {"parameters": row.holds.parameter_bytes, "gradients": row.holds.gradient_bytes,
+                 "optimizer state": row.holds.optimizer_bytes, "buffers": row.holds.buffer_bytes,
+                 "process and libraries" if self.machine.waits else "CUDA and NCCL": row.peak.taken_bytes}
         table = self.plan.table
         moving = {slot_words(kind, table): [*by_kind[kind]] for kind in activations(table) if kind in by_kind}
         beside = [self.temporaries(item) if item.op in COMPUTE else 0
@@ -115,7 +118,7 @@ class Content:
 
     def times(self, position: int) -> tuple[list[float], list[float]]:
         """When each instruction of the predicted step begins and ends, in seconds by the clock."""
-        when, slower = self.priced.step.walk, self.values["slower"]
+        when, slower = self.priced.step.walk, self.predicted.step.slower
         start, end = ([slower * at for at in times[position]] for times in (when.start, when.end))
         return start, end
 

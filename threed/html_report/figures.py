@@ -12,9 +12,9 @@ from threed.html_report.content import Content, thin
 from threed.html_report.drawing import FAINT, INK, MEASURED, PREDICTED, byte_unit, finish, plotly, time_unit
 from threed.monitor.attribute import CAUSES
 from threed.monitor.compare import HEADS
-from threed.prediction.report import highest
+from threed.prediction.peak import fullest
+from threed.prediction.step import highest
 from threed.program.summary import sent_over
-from threed.program.units import compute_units
 
 CELLS = 200_000  # ranks of which a mesh is drawn
 WRITTEN = 32  # columns of a mesh up to which ranks have their numbers written into them
@@ -29,7 +29,7 @@ END_COLOR = "#fbe3c8"  # of the first and the last unit
 def units(content: Content) -> Any:
     """The ranks of each position, its units, and its parameters."""
     go, make_subplots = plotly()
-    mesh, rows = content.mesh, content.values["stages"]
+    mesh, rows = content.mesh, [row.holds for row in content.stages]
     shown = mesh.size <= CELLS
     figure = make_subplots(cols=3 if shown else 2, rows=1, shared_yaxes=True, horizontal_spacing=0.03,
                            column_widths=[0.3, 0.5, 0.2] if shown else [0.7, 0.3],
@@ -40,8 +40,8 @@ def units(content: Content) -> Any:
     for trace in _unit_bars(content):
         figure.add_trace(trace, row=1, col=2 if shown else 1)
     figure.add_trace(go.Bar(
-        orientation="h", y=list(range(len(rows))), x=[row["parameters"] for row in rows],
-        text=[show_count(row["parameters"]) for row in rows], textposition="auto", showlegend=False,
+        orientation="h", y=list(range(len(rows))), x=[row.parameters for row in rows],
+        text=[show_count(row.parameters) for row in rows], textposition="auto", showlegend=False,
         marker_color="#a3bfdc", hovertemplate="pp%{y}: %{x:,} parameters of a rank<extra></extra>"),
         row=1, col=3 if shown else 2)
     figure.update_yaxes(tickvals=list(range(len(rows))), ticktext=[f"pp{p}" for p in range(len(rows))],
@@ -80,31 +80,30 @@ def _unit_bars(content: Content) -> list[Any]:
     """The units of each position in order, a trace for the n-th of each; stages alternate in shade."""
     go, _ = plotly()
     table = content.plan.table
-    places: dict[int, list[dict[str, Any]]] = {}
-    for row in compute_units(content.plan):
-        places.setdefault(row["position"], []).append(row)
-    traces, most = [], max(map(len, places.values()))
+    positions = dict.fromkeys(table.position(index) for index in range(len(table.units)))
+    places = [table.units_of(position) for position in positions]
+    traces, most = [], max(map(len, places))
     for nth in range(most):
-        here = [rows[nth] for rows in places.values() if nth < len(rows)]
-        indices = [int(row["unit"][1:]) for row in here]
+        here = [(row[nth], table.units[row[nth]]) for row in places if nth < len(row)]
         traces.append(go.Bar(
-            orientation="h", x=[1.0] * len(here), y=[row["position"] for row in here],
-            text=[_short(row, _UNITS_WIDTH / most) for row in here], textposition="inside", textangle=0,
+            orientation="h", x=[1.0] * len(here), y=[table.position(index) for index, _ in here],
+            text=[_short(index, unit.name, _UNITS_WIDTH / most) for index, unit in here],
+            textposition="inside", textangle=0,
             insidetextanchor="middle", insidetextfont={"color": INK, "size": 11},
-            marker={"color": [END_COLOR if index in (0, table.last) else LAYER_COLORS[row["stage"] % 2]
-                              for index, row in zip(indices, here, strict=True)],
+            marker={"color": [END_COLOR if index in (0, table.last) else LAYER_COLORS[unit.stage % 2]
+                              for index, unit in here],
                     "line": {"color": "#fff", "width": 1.5}},
-            customdata=[f"{row['unit']} {row['name']}<br>stage {row['stage']} on pp{row['position']}, uses "
-                        f"{' '.join(row['uses']) or 'no parameters'}<br>"
-                        f"{show_count(table.units[index].forward_flops)} FLOPs forward of a micro-batch"
-                        for index, row in zip(indices, here, strict=True)],
+            customdata=[f"u{index} {unit.name}<br>stage {unit.stage} on pp{table.position(index)}, uses "
+                        f"{' '.join(f'p{p}' for p in unit.parameters) or 'no parameters'}<br>"
+                        f"{show_count(unit.forward_flops)} FLOPs forward of a micro-batch"
+                        for index, unit in here],
             hovertemplate="%{customdata}<extra></extra>", showlegend=False))
     return traces
 
 
-def _short(unit: dict[str, Any], width: float) -> str:
+def _short(index: int, name: str, width: float) -> str:
     """As much of a unit's name as so many pixels hold: the pointer on it says the rest."""
-    texts = (f"{unit['unit']} {unit['name']}", unit["unit"])
+    texts = (f"u{index} {name}", f"u{index}")
     return next((text for text in texts if len(text) * _LETTER <= width), "")
 
 
@@ -114,21 +113,20 @@ def _short(unit: dict[str, Any], width: float) -> str:
 def memory(content: Content) -> Any:
     """The bytes of a rank's device over the step, by kind of slot, with the peak marked."""
     go, make_subplots = plotly()
-    rows = content.values["stages"]
+    rows = content.predicted.step.peaks
     positions = content.budget.spread(CURVES, "Memory over time")
     columns = min(2, len(positions))
-    unit = byte_unit(max(row["peak_bytes"]["device"] for row in rows))
-    clock = time_unit(content.values["step_time"])
+    unit = byte_unit(fullest(rows).total)
+    clock = time_unit(content.predicted.step.step_s)
     figure = make_subplots(rows=-(-len(positions) // columns), cols=columns, shared_yaxes="all",
                            horizontal_spacing=0.05, vertical_spacing=0.32 / -(-len(positions) // columns),
-                           subplot_titles=[f"pp{position}: peak "
-                                           f"{show_bytes(rows[position]['peak_bytes']['device'])}"
+                           subplot_titles=[f"pp{position}: peak {show_bytes(rows[position].total)}"
                                            for position in positions])
     known: set[str] = set()
     for number, position in enumerate(positions):
         row, column = number // columns + 1, number % columns + 1
         times, kinds, highest_at = _curve(content, position)
-        times = [*clock.of(times), content.values["step_time"] / clock.size]
+        times = [*clock.of(times), content.predicted.step.step_s / clock.size]
         for kind, sizes in kinds:
             sizes = [*unit.of(sizes), sizes[-1] / unit.size]
             figure.add_trace(go.Scatter(
@@ -138,7 +136,7 @@ def memory(content: Content) -> Any:
                 hovertemplate=f"{kind} %{{y:.3g}} {unit.name} at %{{x:.4g}} {clock.name}<extra></extra>"),
                 row=row, col=column)
             known.add(kind)
-        peak = rows[position]["peak_bytes"]["device"]
+        peak = rows[position].total
         figure.add_trace(go.Scatter(
             x=[times[highest_at]], y=[peak / unit.size], mode="markers", name="peak", legendgroup="peak",
             showlegend=not number, marker={"symbol": "triangle-down", "size": 11, "color": "#d62728"},
@@ -175,8 +173,8 @@ def _at_the_peak(content: Content, position: int) -> dict[str, float]:
 def peaks(content: Content) -> Any:
     """The peak of each position, and what it is made of."""
     go, _ = plotly()
-    rows = content.values["stages"]
-    unit = byte_unit(max(row["peak_bytes"]["device"] for row in rows))
+    rows = content.predicted.step.peaks
+    unit = byte_unit(fullest(rows).total)
     parts = [_at_the_peak(content, position) for position in range(len(rows))]
     figure = go.Figure([
         go.Bar(name=kind, x=[f"pp{p}" for p in range(len(rows))],
@@ -223,11 +221,10 @@ def _total(row: dict[str, float]) -> float:
 def traffic(content: Content) -> Any:
     """Bytes a step that a rank sends over each axis and moves over each link between tiers."""
     go, make_subplots = plotly()
-    rows = content.values["stages"]
-    links = {f"sent over {axis}": [row["sent_bytes"].get(axis, 0) for row in rows]
-             for axis in sent_over(rows)}
-    links |= {f"moved on {lane}": [row["moved_bytes"].get(lane, 0) for row in rows]
-              for lane in sorted({lane for row in rows for lane in row["moved_bytes"]})}
+    rows = [row.holds for row in content.stages]
+    links = {f"sent over {axis}": [row.sent_bytes.get(axis, 0) for row in rows] for axis in sent_over(rows)}
+    links |= {f"moved on {lane}": [row.moved_bytes.get(lane, 0) for row in rows]
+              for lane in sorted({lane for row in rows for lane in row.moved_bytes})}
     links = {name: sizes for name, sizes in links.items() if any(sizes)} or {"sent": [0] * len(rows)}
     columns = min(4, len(links))
     figure = make_subplots(rows=-(-len(links) // columns), cols=columns, subplot_titles=list(links),

@@ -15,6 +15,7 @@ from threed.html_report.drawing import CONFIG, FONT, INK, LINE, NARROWEST, plotl
 from threed.html_report.timelines import WAIT_COLOR
 from threed.monitor.goodput import spent
 from threed.monitor.loggers.logger import model_size
+from threed.prediction.peak import fullest
 from threed.prediction.report import show as show_report
 
 BUTTONS = 24  # pixels above a figure for plotly's buttons, which would lie on its legend
@@ -151,19 +152,17 @@ def _title(content: Content) -> str:
 
 
 def _head(content: Content) -> str:
-    config, values = content.config, content.values
+    config, found, step = content.config, content.predicted, content.predicted.step
     parallel = config.parallel
-    tiles = [("step, predicted", show_seconds(values["step_time"])),
-             ("bubble, predicted", f"{values['bubble']:.1%}"),
-             ("peak of a device, predicted",
-              show_bytes(max(row["peak_bytes"]["device"] for row in values["stages"]))),
+    tiles = [("step, predicted", show_seconds(step.step_s)),
+             ("bubble, predicted", f"{step.bubble:.1%}"),
+             ("peak of a device, predicted", show_bytes(fullest(step.peaks).total)),
              ("ranks: " + content.mesh.text(), f"{content.mesh.size:,}"),
              (f"micro-batches, {parallel.schedule}", f"{config.num_microbatches:,}"),
-             ("parameters", show_count(model_size(config)))]
-    tiles += [(f"{counted} a second, predicted", show_count(values[f"{counted}_per_s"]))
-              for counted in ("tokens", "samples") if values.get(f"{counted}_per_s") is not None]
-    if values.get("mfu") is not None and not content.on_cpu:
-        tiles.append(("MFU, predicted", f"{values['mfu']:.1%}"))
+             ("parameters", show_count(model_size(config))),
+             (f"{found.counted} a second, predicted", show_count(found.rate))]
+    if found.mfu is not None and not content.on_cpu:
+        tiles.append(("MFU, predicted", f"{found.mfu:.1%}"))
     measured = (("perf/step_s", "step, measured", show_seconds),
                 ("pipeline/bubble_measured", "bubble, measured", lambda share: f"{share:.1%}"),
                 ("perf/tokens_per_s", "tokens a second, measured", show_count),
@@ -177,8 +176,8 @@ def _head(content: Content) -> str:
             tiles.append((label, text(value)))
     if content.run and (time := spent(content.run.path)) is not None:
         tiles.append(("goodput: steps that count, of the time since the run began", f"{time.goodput:.1%}"))
-    return (f"<h1>{escape(_title(content))}</h1><p>{escape(show_report(values).splitlines()[0])}; plan "
-            f"{values['digest']}, threed {__version__}</p>"
+    return (f"<h1>{escape(_title(content))}</h1><p>{escape(show_report(found).splitlines()[0])}; plan "
+            f"{step.digest}, threed {__version__}</p>"
             '<div class="tiles">' + "".join(f'<div class="tile"><b>{escape(text)}</b><span>{escape(label)}'
                                             "</span></div>" for label, text in tiles) + "</div>")
 
@@ -186,7 +185,7 @@ def _head(content: Content) -> str:
 def _numbers(content: Content) -> str:
     """The same as text."""
     return ('<section id="numbers"><h2>Numbers</h2><p>What `threed predict` prints for this plan, and its '
-            f"mesh.</p><pre>{escape(show_report(content.values))}</pre>{_spent(content)}<details><summary>"
+            f"mesh.</p><pre>{escape(show_report(content.predicted))}</pre>{_spent(content)}<details><summary>"
             f"the mesh</summary><pre>{escape(content.mesh.draw())}</pre></details></section>")
 
 

@@ -34,7 +34,7 @@ def compute_lanes(content: Content) -> Any:
     """The compute lane of every position, or of some: the picture of the pipeline."""
     panels = [(timeline.title, _rows(timeline, content.budget.computed, ("compute",)))
               for timeline in _timelines(content, content.budget.computed)]
-    return _draw([panels], ["all"], 24, content.values["step_time"])
+    return _draw([panels], ["all"], 24, content.predicted.step.step_s)
 
 
 def all_lanes(content: Content) -> Any:
@@ -48,7 +48,7 @@ def all_lanes(content: Content) -> Any:
         groups[-1].append(position)
     drawn = [[(timeline.title, _rows(timeline, group, None, lanes)) for timeline in timelines]
              for group in groups]
-    return _draw(drawn, [_label(group) for group in groups], 20, content.values["step_time"])
+    return _draw(drawn, [_label(group) for group in groups], 20, content.predicted.step.step_s)
 
 
 def _label(positions: Sequence[int]) -> str:

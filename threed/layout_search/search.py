@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from threed.base.errors import InputError, ThreedError, check_type
 from threed.base.quantity import BYTES, many, parse_memory, show_bytes, show_count, show_seconds
@@ -20,7 +20,9 @@ from threed.layout_search.short_plan import ShortPlans
 from threed.layout_search.space import NO_MEMORY
 from threed.models.model import model_flops
 from threed.prediction.hardware import DEFAULT, OF_CPUS, Hardware
-from threed.prediction.peak import Peak
+
+if TYPE_CHECKING:
+    from threed.prediction.advise import Needs
 
 _PLANNED = 20  # ideas about which the full plan decides
 _BY_PLAN = "does not fit, or cannot run, by the full plan"
@@ -76,18 +78,18 @@ def _planned(asked: Question, searched: Search, result: SearchResult,
     rows, tries, done = [], Counter[object](), set[object]()
     machine, limit, fixed = searched.hardware, searched.memory, asked.fixed.get("pair")
 
-    def measured(layout: Layout) -> dict[str, Any] | None:
+    def measured(layout: Layout) -> Needs | None:
         config = asked.config(layout)
         config.train.eval_every = config.checkpoint.every = 0  # a step has no part in them
         try:
             values = measure(checked(config), machine)
         except ThreedError:
             return None
-        return values if values["peak_bytes"] <= limit else None
+        return values if values.peak.total <= limit else None
 
-    def with_pairs(layout: Layout, plain: dict[str, Any]) -> dict[str, Any] | None:
+    def with_pairs(layout: Layout, plain: Needs) -> Needs | None:
         """What is measured with parallel.pair, where that may fit. `plain`: without."""
-        peaks = [Peak(**each).total for each in plain["peaks"]]
+        peaks = [each.total for each in plain.peaks]
         if searched.memory_filter.with_pairs(layout, peaks) > limit:
             return None
         return measured(layout._replace(pair=True))
@@ -107,7 +109,7 @@ def _planned(asked: Question, searched: Search, result: SearchResult,
         row = _row(asked, machine, layout, values)
         if fixed is None and _pairs_may_win(layout, row, best_s):
             paired = with_pairs(layout, values)
-            if paired is not None and paired["step_s"] < row["step_s"]:
+            if paired is not None and paired.step_s < row["step_s"]:
                 row = _row(asked, machine, layout._replace(pair=True), paired)
         done.add(idea)
         rows.append(row)
@@ -122,11 +124,11 @@ def _pairs_may_win(layout: Layout, plain: dict[str, Any], best_s: float) -> bool
     return layout.can_pair and exchanges_s > 0 and plain["step_s"] - exchanges_s < best_s
 
 
-def _row(asked: Question, machine: Hardware, layout: Layout, measured: dict[str, Any]) -> dict[str, Any]:
+def _row(asked: Question, machine: Hardware, layout: Layout, measured: Needs) -> dict[str, Any]:
     base = asked.base
     plans = ShortPlans(asked.config(layout), machine)
     parts = plans.parts()
-    step_s, ranks = measured["step_s"], layout.tp * layout.pp * layout.dp
+    step_s, ranks = measured.step_s, layout.tp * layout.pp * layout.dp
     peak = machine.peak(BYTES[base.precision.dtype])
     waits = parts.bubble * parts.step_s - parts.dp_s - parts.ep_s - parts.offload_s
     lost = {"bubble": max(0.0, waits), "recomputation": parts.again_s, "collectives over tp": parts.tp_s,
@@ -135,7 +137,7 @@ def _row(asked: Question, machine: Hardware, layout: Layout, measured: dict[str,
     return {"layout": layout.text(), "step_s": step_s, "fast_s": parts.step_s,
             "tokens_per_s": base.tokens_per_step / step_s,
             "mfu": model_flops(base.model, base.train.global_batch_size) / step_s / ranks / peak,
-            "peak_bytes": measured["peak_bytes"], "bubble": parts.bubble,
+            "peak_bytes": measured.peak.total, "bubble": parts.bubble,
             "exposed_s": parts.tp_s + parts.dp_s + parts.ep_s, "lost_s": lost,
             "bottleneck": most if lost[most] > 0.03 * step_s else "computation",
             "helps": helps(base, machine, layout, plans), "changes": asked.values_of(layout)}

@@ -9,7 +9,7 @@ from threed.base.quantity import BYTES, show_count, show_seconds
 from threed.devices import device_of
 from threed.models.model import model_flops, num_parameters
 from threed.prediction.hardware import DEFAULT, OF_CPUS, Hardware
-from threed.prediction.predict import document, priced
+from threed.prediction.predict import priced
 from threed.program.analysis import Analysis
 from threed.schema import Config
 
@@ -44,8 +44,7 @@ def predicted_s(config: Config, analysis: Analysis, device: torch.device) -> tup
         flops = model_flops(config.model, train.global_batch_size, train.micro_batch_size)
         if flops / config.world_size / machine.peak(BYTES[config.precision.dtype]) < IDEAL_S:
             return None
-        machine, step = priced(analysis, name, None)
-        return document(step, machine)["step_time"], name
+        return priced(analysis, name, None)[1].step.total_s, name
     except ThreedError:  # such as user layers, which have no price
         return None
 

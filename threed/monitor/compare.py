@@ -9,9 +9,9 @@ host.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from threed.base.errors import InputError
 from threed.base.mesh import AXES, QUIET
@@ -36,9 +36,51 @@ Row = dict[str, float]
 # ---------------------------------------------------------------- measured | predicted
 
 
-def compare(run: Path) -> dict[str, Any]:
-    """Predicted and measured seconds: of the step, by op, lane, unit and stage; and each rank's
-    attribution."""
+@dataclass(frozen=True)
+class Seconds:
+    predicted: float
+    measured: float
+
+
+@dataclass(frozen=True)
+class UnitSeconds:
+    name: str
+    predicted: float
+    measured: float
+
+
+@dataclass(frozen=True)
+class StageSeconds:
+    predicted: Row  # the step, its causes and the bubble
+    measured: Row
+
+
+@dataclass(frozen=True)
+class Hidden:
+    """Seconds a step of a lane of what is offloaded; means of all ranks."""
+
+    worked: float
+    waited: float  # that ranks waited for it
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Where the time of a run's steps went: the document of `threed compare --json`."""
+
+    run: str
+    digest: str
+    steps: list[int]
+    notes: list[str]  # what the trace leaves out
+    step: Seconds
+    stages: list[StageSeconds]  # by position
+    ranks: list[Row]  # number, coordinate, the step and its causes
+    offload: dict[str, Hidden]  # by lane
+    ops: dict[str, Seconds]
+    lanes: dict[str, Seconds]
+    units: dict[str, UnitSeconds]
+
+
+def compare(run: Path) -> Compared:
     traced = read_run(run)
     analysis = analyse(load_config(run))
     plan = analysis.plan
@@ -54,44 +96,44 @@ def compare(run: Path) -> dict[str, Any]:
     ranks = [_attribute_rank(rank, of_rank, clips) for rank, of_rank in zip(traced.ranks, traces)]
     prediction = predict(analysis, mean_costs(traced.ranks, traces, clips))
     walked = [_as_trace(analysis, prediction.walk, position) for position in range(len(programs))]
-    stages = [{"predicted": row,
-               "measured": _with_bubble(_mean([rank for rank in ranks if rank["pp"] == position],
-                                              ("step", *CAUSES)))}
+    stages = [StageSeconds(row, _with_bubble(_mean([rank for rank in ranks if rank["pp"] == position],
+                                                   ("step", *CAUSES))))
               for position, row in enumerate(_attribute_walk(plan, walked, prediction.step_s))]
     lanes = {rank.here.position: rank.lanes for rank in traced.ranks}
-    grouped: dict[str, Any] = {}
-    for name, group in (("ops", _by_op), ("lanes", _by_lane), ("units", _by_unit)):
-        measured = [_average([group(trace, rank.program, rank.lanes) for trace in of_rank])
-                    for rank, of_rank in zip(traced.ranks, traces)]
-        predicted = [group(trace, program, lanes[position])
-                     for position, (trace, program) in enumerate(zip(walked, programs))]
-        over_all = name != "units"  # a unit's time is that of a rank that holds it
-        grouped[name] = _pair(_average(predicted, over_all), _average(measured, over_all))
+
+    def both(group: Callable[[Trace, Sequence[Instruction], Sequence[str]], Row],
+             over_all: bool = True) -> dict[str, Seconds]:
+        measured = _average([_average([group(trace, rank.program, rank.lanes) for trace in of_rank])
+                             for rank, of_rank in zip(traced.ranks, traces)], over_all)
+        predicted = _average([group(trace, program, lanes[position])
+                              for position, (trace, program) in enumerate(zip(walked, programs))], over_all)
+        return {name: Seconds(predicted.get(name, 0.0), measured.get(name, 0.0))
+                for name in dict.fromkeys((*predicted, *measured))}
+
     table = plan.table
     names = {**{f"u{index}": unit.name for index, unit in enumerate(table.units)},
              **{f"p{index}": f"{unit_words(unit)}, STEP" for index, unit in table.parameters.items()}}
-    grouped["units"] = {name: {"name": text, **grouped["units"][name]} for name, text in names.items()
-                        if name in grouped["units"]}
+    units = both(_by_unit, over_all=False)  # a unit's time is that of a rank that holds it
     step_s = sum(max(of_rank[k].total_s for of_rank in traces) for k in range(len(chosen))) / len(chosen)
-    return {"run": str(run), "digest": analysis.digest, "steps": chosen, "notes": traced.notes,
-            "step": {"predicted": prediction.step_s, "measured": step_s}, "stages": stages, "ranks": ranks,
-            "offload": _offload(traced.ranks, traces), **grouped}
+    return Compared(
+        str(run), analysis.digest, chosen, traced.notes, Seconds(prediction.step_s, step_s), stages, ranks,
+        _offload(traced.ranks, traces), both(_by_op), both(_by_lane),
+        {name: UnitSeconds(text, units[name].predicted, units[name].measured)
+         for name, text in names.items() if name in units})
 
 
-def _offload(ranks: Sequence[RankTrace], traces: Sequence[Sequence[Trace]]) -> dict[str, Row]:
-    """Of each lane of what is offloaded: seconds a step that it worked, and that ranks waited for it; means
-    of all ranks."""
+def _offload(ranks: Sequence[RankTrace], traces: Sequence[Sequence[Trace]]) -> dict[str, Hidden]:
     used = [lane for lane in BESIDE if any(lane in rank.lanes for rank in ranks)]
     count = sum(map(len, traces))
-    rows: dict[str, Row] = {lane: {"worked": 0.0, "waited": 0.0} for lane in used}
+    worked, waited = dict.fromkeys(used, 0.0), dict.fromkeys(used, 0.0)
     for rank, of_rank in zip(ranks, traces, strict=True):
         for trace in of_rank:
             for index, _, ran_s in trace.ran:
-                rows[rank.lanes[index]]["worked"] += ran_s / count
+                worked[rank.lanes[index]] += ran_s / count
             for _, source, wait_s in trace.waits:
-                if source >= 0 and rank.lanes[source] in rows:
-                    rows[rank.lanes[source]]["waited"] += wait_s / count
-    return rows
+                if source >= 0 and rank.lanes[source] in waited:
+                    waited[rank.lanes[source]] += wait_s / count
+    return {lane: Hidden(worked[lane], waited[lane]) for lane in used}
 
 
 def _choose(traced: RunTrace) -> list[int]:
@@ -125,7 +167,7 @@ def mean_costs(ranks: Sequence[RankTrace], traces: Sequence[Sequence[Trace]],
     return costs | {(rank.here.position, Op.CLIP, -1): sum(clips) / len(clips) for rank in ranks}
 
 
-def _attribute_rank(rank: RankTrace, traces: Sequence[Trace], clips: Sequence[float]) -> dict[str, Any]:
+def _attribute_rank(rank: RankTrace, traces: Sequence[Trace], clips: Sequence[float]) -> Row:
     rows = [{"step": trace.total_s, **attribute(parts(trace, rank.program), clip_s, trace.total_s)}
             for trace, clip_s in zip(traces, clips, strict=True)]
     return {"rank": rank.rank, **rank.here.on, **_mean(rows, ("step", *CAUSES))}
@@ -215,11 +257,6 @@ def _average(rows: Sequence[Row], over_all: bool = True) -> Row:
     return means
 
 
-def _pair(predicted: Row, measured: Row) -> dict[str, Row]:
-    return {name: {"predicted": predicted.get(name, 0.0), "measured": measured.get(name, 0.0)}
-            for name in dict.fromkeys((*predicted, *measured))}
-
-
 def _with_bubble(row: Row) -> Row:
     return {**row, "bubble": 1.0 - (row["compute"] + row["optimizer"]) / (row["step"] or 1.0)}
 
@@ -230,40 +267,40 @@ HEADS = {name: name.replace("_", " ") for name in ("step", *CAUSES)}
 MOST_RANKS = 64
 
 
-def show(compared: dict[str, Any], columns: int | None = None) -> str:
-    """What `compare` returned, as text. `columns`: of a terminal, if tables are to fit."""
-    step = compared["step"]
-    axes = [axis for axis in AXES if axis not in QUIET or any(row[axis] for row in compared["ranks"])]
-    measured = [*compared["ranks"], *(row[kind] for row in compared["stages"] for kind in row)]
-    heads = {name: HEADS[name] for name in ("step", *shown_causes(measured))}
-    error = step["predicted"] / step["measured"] - 1.0 if step["measured"] else 0.0
-    lines = [f"{compared['run']}, plan {compared['digest']}, step{'s' if len(compared['steps']) > 1 else ''} "
-             + ", ".join(map(str, compared["steps"])),
-             f"{show_seconds(step['measured'])} a step measured, {show_seconds(step['predicted'])} "
+def show(found: Compared, columns: int | None = None) -> str:
+    """`columns`: of a terminal, if tables are to fit."""
+    step, ranks = found.step, found.ranks
+    axes = [axis for axis in AXES if axis not in QUIET or any(row[axis] for row in ranks)]
+    shown = shown_causes([*ranks, *(row for stage in found.stages for row in vars(stage).values())])
+    heads = {name: HEADS[name] for name in ("step", *shown)}
+    error = step.predicted / step.measured - 1.0 if step.measured else 0.0
+    lines = [f"{found.run}, plan {found.digest}, step{'s' if len(found.steps) > 1 else ''} "
+             + ", ".join(map(str, found.steps)),
+             f"{show_seconds(step.measured)} a step measured, {show_seconds(step.predicted)} "
              f"predicted, {abs(error):.1%} {'more' if error > 0 else 'less'}",
              "predicted is when instructions run and what waits; the times of compute and STEP are the "
              "measured ones,", "so they are equal below, and communication is free", "",
              "where the time of a rank went, by stage",
              render(("", *heads.values(), "bubble"),
                     [(f"{f'pp{position}' if kind == 'predicted' else '':6}{kind}",
-                      *(show_seconds(row[kind][name]) for name in heads), f"{row[kind]['bubble']:.1%}")
-                     for position, row in enumerate(compared["stages"])
-                     for kind in ("predicted", "measured")],
+                      *(show_seconds(row[name]) for name in heads), f"{row['bubble']:.1%}")
+                     for position, stage in enumerate(found.stages) for kind, row in vars(stage).items()],
                     columns, fold=False),
              "", "and by rank, measured",
              render(("", *heads.values()), [
                  (f"rank {row['rank']} " + " ".join(f"{axis}{row[axis]}" for axis in axes),
-                  *(show_seconds(row[name]) for name in heads)) for row in compared["ranks"][:MOST_RANKS]],
+                  *(show_seconds(row[name]) for name in heads)) for row in ranks[:MOST_RANKS]],
                  columns)]
-    if len(compared["ranks"]) > MOST_RANKS:
-        lines.append(f"... and {many(len(compared['ranks']) - MOST_RANKS, 'rank')} more")
-    if beside := [(lane, row["worked"], row["waited"]) for lane, row in compared["offload"].items()]:
+    if len(ranks) > MOST_RANKS:
+        lines.append(f"... and {many(len(ranks) - MOST_RANKS, 'rank')} more")
+    if found.offload:
         lines += ["", render(("offload, mean of all ranks", "worked", "waited for", "hidden"), [
-            (lane, *map(show_seconds, (worked, waited, max(0.0, worked - waited))))
-            for lane, worked, waited in beside], columns, fold=False)]
-    for title, key in (("by op, mean of all ranks", "ops"), ("by lane, waiting for it included", "lanes"),
-                       ("by unit, on a rank that holds it", "units")):
+            (lane, *map(show_seconds, (row.worked, row.waited, max(0.0, row.worked - row.waited))))
+            for lane, row in found.offload.items()], columns, fold=False)]
+    for title, rows in (("by op, mean of all ranks", found.ops),
+                        ("by lane, waiting for it included", found.lanes),
+                        ("by unit, on a rank that holds it", found.units)):
         lines += ["", render((title, "predicted", "measured"), [
-            (f"{name:5} {row.get('name', '')}", show_seconds(row["predicted"]), show_seconds(row["measured"]))
-            for name, row in compared[key].items()], columns, fold=False)]
-    return "\n".join([*lines, *(f"note: {note}" for note in compared["notes"])])
+            (f"{name:5} {row.name if isinstance(row, UnitSeconds) else ''}", show_seconds(row.predicted),
+             show_seconds(row.measured)) for name, row in rows.items()], columns, fold=False)]
+    return "\n".join([*lines, *(f"note: {note}" for note in found.notes)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,7 @@ class Run:
     def compare(self) -> dict[str, Any]:
         """Predicted and measured seconds of the step, by op, lane, unit and stage, and where each rank's time
         went: the document of `threed compare --json`."""
-        return compare(self.path)
+        return asdict(compare(self.path))
 
 
 def _row(line: str, where: str) -> dict[str, Any]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from threed.base.errors import ThreedError
 from threed.base.mesh import FOLDS
@@ -73,34 +75,66 @@ def change(config: Config, changes: Changes) -> Config:
     return other
 
 
-def measure(config: Config, hardware: Hardware, memory: int | None = None) -> dict[str, Any]:
-    """What the fullest rank needs of a device's memory (`peak_bytes`) and its parts: `fixed_bytes` and
-    `planned_bytes` for slots and buffers, and `taken_bytes` for CUDA and NCCL; the most bytes that a rank
-    sends over dp, and the time of a step. `peaks`: of each position; `host`: of the fullest node's host.
-    `memory`: of a device; None: the hardware's."""
+@dataclass(frozen=True)
+class Needs:
+    """What a config needs and takes, by its plan."""
+
+    peaks: list[Peak]  # of a device, by position
+    host: host.HostUse
+    dp_bytes: int  # the most that a rank sends over dp
+    step_s: float
+
+    @property
+    def peak(self) -> Peak:
+        """Of the fullest rank."""
+        return fullest(self.peaks)
+
+    def document(self) -> dict[str, Any]:
+        most = self.peak
+        return {"host": self.host._asdict(), "fixed_bytes": most.fixed_bytes,
+                "planned_bytes": most.fixed_bytes + most.activation_bytes,
+                "taken_bytes": most.taken_bytes, "peak_bytes": most.total,
+                "peaks": [row._asdict() for row in self.peaks], "dp_bytes": self.dp_bytes,
+                "step_s": self.step_s}
+
+
+def measure(config: Config, hardware: Hardware, memory: int | None = None) -> Needs:
+    """`memory`: bytes of a device; None: the hardware's."""
     analysis = analyse(config, room=plan_room(hardware, config, memory))
     plan, rows = analysis.plan, stages(analysis)
-    held = peaks(analysis, hardware, temporaries_of(plan), rows)
-    most = fullest(held)
     cost = analytic_cost(plan, hardware, load_costs(config.parallel.costs) if config.parallel.costs else None)
-    return {"host": host.use_of(config, hardware, rows)._asdict(),
-            "fixed_bytes": most.fixed_bytes, "planned_bytes": most.fixed_bytes + most.activation_bytes,
-            "taken_bytes": most.taken_bytes, "peak_bytes": most.total,
-            "peaks": [row._asdict() for row in held],
-            "dp_bytes": max(row.sent_bytes["dp"] for row in rows),
-            "step_s": step(analysis, cost, None if config.parallel.costs else hardware).total_s}
+    return Needs(peaks(analysis, hardware, temporaries_of(plan), rows),
+                    host.use_of(config, hardware, rows), max(row.sent_bytes["dp"] for row in rows),
+                    step(analysis, cost, None if config.parallel.costs else hardware).total_s)
+
+
+class Setting(NamedTuple):
+    """A neighbour that was measured, or the config itself."""
+
+    text: str
+    changes: Changes
+    needs: Needs
+    fits: bool
+
+    def document(self) -> dict[str, Any]:
+        return {"setting": self.text, "changes": self.changes, **self.needs.document(), "fits": self.fits}
 
 
 @remembering()
 def advise(config: Config, hardware: Hardware, memory: int | None = None,
            progress: Callable[[str], None] = lambda _: None,
-           holds_host: bool = False) -> list[dict[str, Any]]:
+           holds_host: bool = False) -> list[Setting]:
     """The config, then its neighbours: first those that fit into `memory` bytes of a device, the fastest
     first, then the others by peak. `holds_host`: whether they must fit into the host's memory, too."""
-    limit = None if memory is None else hardware.usable_bytes(memory)
+    limit = math.inf if memory is None else hardware.usable_bytes(memory)
+
+    def setting(text: str, changes: Changes, other: Config) -> Setting:
+        needs = measure(other, hardware, memory)
+        enough = not holds_host or host.fits(needs.host, hardware)
+        return Setting(text, changes, needs, memory is None or (needs.peak.total <= limit and enough))
+
     progress("temporaries of each kind of unit")
-    here = {"setting": "as configured", "changes": {}, **measure(config, hardware, memory)}
-    rows, seen = [here], {repr(config.to_dict())}
+    rows, seen = [setting("as configured", {}, config)], {repr(config.to_dict())}
     for changes in neighbours(config):
         other = change(config, changes)
         # A setting at its default gives the same plan as one without it: only the first of them is tried.
@@ -108,19 +142,12 @@ def advise(config: Config, hardware: Hardware, memory: int | None = None,
         if key in seen or key == repr(_spelled_out(config).to_dict()) or validate(other) or _idle(other):
             continue
         seen.add(key)
-        setting = " ".join(f"{name}={value}" for name, value in changes.items())
-        progress(setting)
-        try:
-            values = measure(other, hardware, memory)
-        except ThreedError:
-            continue  # a limit in the config, such as activation_limit, refuses this neighbour
-        rows.append({"setting": setting, "changes": changes, **values})
-    for row in rows:
-        enough = not holds_host or host.fits(host.HostUse(**row["host"]), hardware)
-        row["fits"] = limit is None or (row["peak_bytes"] <= limit and enough)
-    rest = sorted(rows[1:], key=lambda row: (not row["fits"],
-                                             row["step_s"] if row["fits"] else row["peak_bytes"]))
-    return [here, *rest]
+        text = " ".join(f"{name}={value}" for name, value in changes.items())
+        progress(text)
+        with suppress(ThreedError):  # a limit in the config, such as activation_limit, refuses this neighbour
+            rows.append(setting(text, changes, other))
+    return [rows[0], *sorted(rows[1:], key=lambda row: (
+        not row.fits, row.needs.step_s if row.fits else row.needs.peak.total))]
 
 
 def _idle(config: Config) -> bool:
@@ -141,25 +168,24 @@ def _spelled_out(config: Config) -> Config:
     return other
 
 
-def show(rows: list[dict[str, Any]], memory: int | None = None, columns: int | None = None) -> str:
+def show(rows: list[Setting], memory: int | None = None, columns: int | None = None) -> str:
     """The config's peak, then the rows as a table, which where there is room compares each setting with the
     config in words, too. `columns`: of a terminal, if it is to fit."""
-    here = rows[0]
-    peak = show_peak([Peak(**row) for row in here["peaks"]])
+    here = rows[0].needs
     limited = memory is not None
     lines = render(("setting", "peak", "sends dp", "step", *["fits"] * limited), [
-        (row["setting"], show_bytes(row["peak_bytes"]), show_bytes(row["dp_bytes"]),
-         show_seconds(row["step_s"]), *["yes" if row["fits"] else "no"] * limited) for row in rows],
+        (row.text, show_bytes(row.needs.peak.total), show_bytes(row.needs.dp_bytes),
+         show_seconds(row.needs.step_s), *["yes" if row.fits else "no"] * limited) for row in rows],
         columns, fold=False).splitlines()
-    words = ["", "", *(_against(row, here) for row in rows[1:])]  # none for the head and the config itself
+    words = ["", "", *(_against(row.needs, here) for row in rows[1:])]  # none for the head and the config
     if len(lines) == len(words):
         longer = [f"{line}  {text}".rstrip() for line, text in zip(lines, words, strict=True)]
         lines = longer if columns is None or max(map(len, longer)) <= columns else lines
-    return "\n".join([wrapped(peak, columns), *lines])
+    return "\n".join([wrapped(show_peak(here.peaks), columns), *lines])
 
 
-def _against(row: dict[str, Any], here: dict[str, Any]) -> str:
-    kept, sent = row["peak_bytes"] - here["peak_bytes"], row["dp_bytes"] - here["dp_bytes"]
+def _against(other: Needs, here: Needs) -> str:
+    kept, sent = other.peak.total - here.peak.total, other.dp_bytes - here.dp_bytes
     memory = f"{'saves' if kept < 0 else 'takes'} {show_bytes(abs(kept))}" if kept else "the same memory"
     if not sent:
         return f"{memory}, the same traffic"

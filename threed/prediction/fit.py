@@ -45,16 +45,15 @@ def fit(config: Config, asked: FitRequest,
     values, texts = {}, []
     if asked.advise:
         rows = advising.advise(config, machine, limit, progress, bool(asked.hardware))
-        values["advice"], here = rows, rows[0]
+        values["advice"], here = [row.document() for row in rows], rows[0].needs
         costs, usual = config.parallel.costs, not asked.hardware and not machine.waits
         lines = show_costs(costs or machine.title, usual and costs is None, asked.columns)
         texts.append("\n".join([*lines, advising.show(rows, limit, asked.columns)]))
         values["costs"] = costs or machine.title
     else:
         here = advising.measure(config, machine, limit)
-    held, use = [peak.Peak(**row) for row in here["peaks"]], host.HostUse(**here["host"])
-    if not asked.advise:
-        texts.append(wrapped(peak.show(held), asked.columns))
+        texts.append(wrapped(peak.show(here.peaks), asked.columns))
+    held, use = here.peaks, here.host
     if limit is None:
         return values, texts, None
     small, few = peak.too_much(held, machine, limit), None

@@ -47,10 +47,8 @@ class RankBytes(NamedTuple):
     snapshot: int  # of ranks of the first shard group only
 
     @classmethod
-    def of(cls, row: StageSummary | Mapping[str, Any]) -> RankBytes:
-        """From a row of `summary.stages`, or its document."""
-        values = row if isinstance(row, Mapping) else vars(row)
-        return cls(values["host_bytes"], values["snapshot_bytes"])
+    def of(cls, row: StageSummary) -> RankBytes:
+        return cls(row.host_bytes, row.snapshot_bytes)
 
 
 def bytes_of(mesh: Mesh, ranks: Sequence[int], rows: Sequence[RankBytes]) -> int:
@@ -75,7 +73,7 @@ def fullest(mesh: Mesh, node_ranks: float, rows: Sequence[RankBytes]) -> HostUse
     return max(uses, key=lambda use: use.bytes)
 
 
-def use_of(config: Config, machine: Hardware, rows: Sequence[StageSummary | Mapping[str, Any]]) -> HostUse:
+def use_of(config: Config, machine: Hardware, rows: Sequence[StageSummary]) -> HostUse:
     """Of a plan with these rows, by position, on the nodes of a machine."""
     return fullest(make_mesh(config), machine.node_ranks, [*map(RankBytes.of, rows)])
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from threed.base.errors import InputError, check_type
 from threed.base.quantity import BYTES, parse_count
@@ -17,16 +18,53 @@ from threed.prediction.analytic import cost as analytic_cost
 from threed.prediction.analytic import uneven
 from threed.prediction.contention import PricedPlan
 from threed.prediction.hardware import DEFAULT, OF_CPUS, Hardware
-from threed.prediction.peak import Peak, memory_of, plan_room, too_much
-from threed.prediction.report import report
+from threed.prediction.peak import memory_of, plan_room, too_much
 from threed.prediction.rescale import transferred
+from threed.prediction.step import StepPrediction, predicted_step
 from threed.program.analysis import Analysis
 from threed.program.costs import device_of, read_costs
 from threed.program.plan import Plan
 from threed.schema import Config
 
 
-@remembering()
+class Training(NamedTuple):
+    """A whole training, on so many tokens."""
+
+    tokens: float
+    days: float
+    device_hours: float
+    dollars: float
+
+
+@dataclass(frozen=True)
+class MachinePrediction:
+    """A step on a machine: whether it fits there, and its speed."""
+
+    step: StepPrediction
+    machine: Hardware
+    is_usual: bool  # whether nobody has asked for the machine
+    memory_bytes: int  # of a device
+    too_much: str | None  # why that is too little
+    host: host.HostUse
+    host_too_much: str | None
+    devices: int
+    counted: str  # tokens or samples
+    rate: float  # of them a second
+    mfu: float | None  # share of the devices' peak
+    training: Training | None
+
+    def document(self) -> dict[str, Any]:
+        """What `threed.predict` returns."""
+        machine = self.machine
+        return {**self.step.document(), "memory_bytes": self.memory_bytes,
+                "usable_bytes": machine.usable_bytes(self.memory_bytes), "too_much": self.too_much,
+                **host.document(self.host, machine), "host_too_much": self.host_too_much,
+                **({"processors": machine.devices} if machine.waits else {}),
+                "hardware": machine.title, "devices": self.devices, f"{self.counted}_per_s": self.rate,
+                "mfu": self.mfu, **({"training": self.training._asdict()} if self.training else {}),
+                "default_hardware": self.is_usual}
+
+
 def predict(what: Config | Plan, hardware: str = "", costs: str | Path | None = None,
             tokens: float | str | None = None, imbalance: float = 1.0) -> dict[str, Any]:
     """Predict a step by walking the plan with a clock.
@@ -47,11 +85,17 @@ def predict(what: Config | Plan, hardware: str = "", costs: str | Path | None = 
 
     >>> threed.predict(threed.load("configs/toy.yaml"), "h100-sxm")["step_time"]
     """
+    return predicted(what, hardware, costs, tokens, imbalance).document()
+
+
+@remembering()
+def predicted(what: Config | Plan, hardware: str = "", costs: str | Path | None = None,
+              tokens: float | str | None = None, imbalance: float = 1.0) -> MachinePrediction:
+    """What `predict` makes its document of."""
     check_type("hardware", hardware, str, 'a text such as "h100-sxm,adapter_gbps=200"')
     room = plan_room(_machine(hardware, what), what) if isinstance(what, Config) else None
     machine, step = priced(analysed(what, room), hardware, costs, imbalance)
-    return {**document(step, machine, parse_tokens(tokens)),
-            "default_hardware": not hardware and costs is None}
+    return prediction(step, machine, parse_tokens(tokens), not hardware and costs is None)
 
 
 def parse_tokens(tokens: float | str | None) -> float | None:
@@ -97,34 +141,24 @@ def _machine(hardware: str, config: Config) -> Hardware:
     return Hardware.parse(hardware, OF_CPUS if config.run.device == "cpu" else DEFAULT)
 
 
-def document(step: PricedPlan, machine: Hardware, tokens: float | None = None) -> dict[str, Any]:
-    """What `predict` returns."""
-    config = config_of(step.plan)
-    values = report(step, machine, config.run.verify_every)
-    memory, held = memory_of(machine, config), [Peak(**row["peak"]) for row in values["stages"]]
-    values |= {"memory_bytes": memory, "usable_bytes": machine.usable_bytes(memory),
-               "too_much": too_much(held, machine, memory)}
-    use = host.use_of(config, machine, values["stages"])
-    values |= {**host.document(use, machine), "host_too_much": host.too_much(use, machine, config)}
-    if machine.waits:
-        values["processors"] = machine.devices
-    return {**values, **_speed(config, machine, values["step_time"], tokens)}
-
-
-def _speed(config: Config, machine: Hardware, step_s: float, tokens: float | None) -> dict[str, Any]:
-    """Tokens a second of all devices, their share of the peak, and a whole training."""
-    ranks = make_mesh(config).size
-    peak = machine.peak(BYTES[config.precision.dtype])
-    done = model_flops(config.model, config.train.global_batch_size, config.train.micro_batch_size)
-    rate = config.tokens_per_step / step_s if step_s else 0.0
-    counted = config.model.counted
-    if tokens is not None and counted != "tokens":
-        raise InputError(f"tokens={tokens:g}: the model has layers of your own, which count {counted}; leave "
-                         "it out")
-    values: dict[str, Any] = {"hardware": machine.title, "devices": ranks, f"{counted}_per_s": rate,
-                              "mfu": done / step_s / ranks / peak if step_s else None}
+def prediction(priced: PricedPlan, machine: Hardware, tokens: float | None = None,
+               is_usual: bool = False) -> MachinePrediction:
+    """Of a plan with its costs. `tokens`: of a whole training. `is_usual`: as in MachinePrediction."""
+    config = config_of(priced.plan)
+    model, ranks = config.model, make_mesh(config).size
+    step = predicted_step(priced, machine, config.run.verify_every)
+    memory = memory_of(machine, config)
+    use = host.use_of(config, machine, [row.holds for row in step.stages])
+    small, few = too_much(step.peaks, machine, memory), host.too_much(use, machine, config)
+    if tokens is not None and model.counted != "tokens":
+        raise InputError(f"tokens={tokens:g}: the model has layers of your own, which count {model.counted}; "
+                         "leave it out")
+    done = model_flops(model, config.train.global_batch_size, config.train.micro_batch_size)
+    rate = config.tokens_per_step / step.step_s if step.step_s else 0.0
+    mfu = done / step.step_s / ranks / machine.peak(BYTES[config.precision.dtype]) if step.step_s else None
+    training = None
     if tokens is not None:
         hours = tokens / rate / 3600 if rate else 0.0
-        values["training"] = {"tokens": tokens, "days": hours / 24, "device_hours": hours * ranks,
-                              "dollars": hours * ranks * machine.dollars}
-    return values
+        training = Training(tokens, hours / 24, hours * ranks, hours * ranks * machine.dollars)
+    return MachinePrediction(step, machine, is_usual, memory, small, use, few, ranks, model.counted, rate,
+                             mfu, training)

@@ -7,6 +7,7 @@ position, from its first task to its last.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +28,20 @@ from threed.schedules.orders import SCHEDULES, Order
 from threed.schedules.timed import StageTimes
 
 
-def parse_times(text: str) -> dict[str, float]:
+class Times(NamedTuple):
+    """Of all of a position's stages and one micro-batch, in any unit."""
+
+    f: float
+    b: float  # input half of backward
+    w: float  # weights half
+    comm: float = 0.0  # of a message
+
+    @property
+    def whole(self) -> tuple[float, float, float]:
+        return self.f, self.b, self.w
+
+
+def parse_times(text: str) -> Times:
     """'f=1,b=1,w=1,comm=0' -> numbers; comm may be left out."""
     times: dict[str, float] = {}
     for part in text.split(","):
@@ -41,7 +55,7 @@ def parse_times(text: str) -> dict[str, float]:
     if not required <= times.keys() <= required | {"comm"} or min(times.values()) < 0:
         raise InputError(f"--times={text}: give f, b (input half of backward), w (weights half) and, if any, "
                          "comm; none negative")
-    return {"comm": 0.0, **times}
+    return Times(**times)
 
 
 class Choice(NamedTuple):
@@ -52,12 +66,11 @@ class Choice(NamedTuple):
     bound: Bound | None = None  # of a searched order: what none is below
 
 
-def find(p: int, m: int, times: dict[str, float], virtual: int | None, limit: float | None,
+def find(p: int, m: int, times: Times, virtual: int | None, limit: float | None,
          seconds: float | None) -> Choice:
     """`auto` for p positions and m micro-batches. `seconds`: how much longer to search."""
-    whole = times["f"], times["b"], times["w"]
     def equal(place: Sequence[int]) -> StageTimes:
-        return StageTimes.equal(len(place), whole, len(place) // p, times["comm"])
+        return StageTimes.equal(len(place), times.whole, len(place) // p, times.comm)
 
     best, bound = search(p, m, equal, limit, virtual, seconds)
     return Choice(best.name, best.virtual, best.place, best.timed.order, bound)
@@ -80,9 +93,36 @@ def choose(schedule: str, p: int, m: int, virtual: int | None) -> Choice:
     return Choice(schedule, v, known.place(p, v), known.make(p, m, v))
 
 
-def predict_bare(schedule: str, p: int, m: int, times: dict[str, float], virtual: int | None = None,
-                 limit: float | None = None, seconds: float | None = None) -> dict[str, Any]:
-    """The values that `threed predict --schedule ...` prints. `limit`: how much a position may keep, in
+@dataclass(frozen=True)
+class BareStage:
+    busy: float
+    span: float  # from its first task to the end of its last
+    peak_activations: float  # the most that it keeps, in micro-batches of its whole share
+
+
+@dataclass(frozen=True)
+class BarePrediction:
+    """A bare pipeline's step, in the unit of its times."""
+
+    schedule: str
+    order: str
+    pp: int
+    micro_batches: int
+    virtual_stages: int
+    bubble_rate: float
+    step_time: float
+    stages: list[BareStage]
+    bubble_rate_bound: float | None = None  # what no order is below; None: none was searched
+    step_time_bound: float | None = None
+
+    def document(self) -> dict[str, Any]:
+        """As `threed predict --schedule ... --json` prints it."""
+        return {key: value for key, value in asdict(self).items() if value is not None}
+
+
+def predict_bare(schedule: str, p: int, m: int, times: Times, virtual: int | None = None,
+                 limit: float | None = None, seconds: float | None = None) -> BarePrediction:
+    """What `threed predict --schedule ...` prints. `limit`: how much a position may keep, in
     micro-batches of its whole share. `seconds`: how much longer `auto` searches."""
     if schedule == "auto":
         name, v, place, order, bound = find(p, m, times, virtual, limit, seconds)
@@ -97,33 +137,32 @@ def predict_bare(schedule: str, p: int, m: int, times: dict[str, float], virtual
         check_programs("train", programs, table)
     when = clock(programs, table, times, v)
     stages = _stages(programs, when, order, v)
-    kept = max(stage["peak_activations"] for stage in stages)
+    kept = max(stage.peak_activations for stage in stages)
     if limit is not None and kept > limit + 1e-9:
         raise InputError(f"{schedule} keeps {kept:g} micro-batches at its peak, above the limit of "
                          f"{limit:g}; use --schedule auto")
-    cost, ideal = max(stage["span"] for stage in stages), m * (times["f"] + times["b"] + times["w"])
-    values = {"schedule": schedule, "order": name, "pp": p, "micro_batches": m, "virtual_stages": v,
-              "bubble_rate": _rate(cost, ideal), "step_time": when.total_s, "stages": stages}
-    if bound is not None:  # sums of the same numbers in another order may differ in the last digit
-        values |= {"bubble_rate_bound": _rate(min(cost, bound.span_s), ideal),
-                   "step_time_bound": min(when.total_s, bound.total_s)}
-    return values
+    cost, ideal = max(stage.span for stage in stages), m * sum(times.whole)
+    found = BarePrediction(schedule, name, p, m, v, _rate(cost, ideal), when.total_s, stages)
+    if bound is None:
+        return found
+    # Sums of the same numbers in another order may differ in the last digit.
+    return replace(found, bubble_rate_bound=_rate(min(cost, bound.span_s), ideal),
+                   step_time_bound=min(when.total_s, bound.total_s))
 
 
 def _rate(cost: float, ideal: float) -> float:
     return (cost - ideal) / cost if cost else 0.0
 
 
-def show(values: dict[str, Any]) -> str:
-    """The values that `predict_bare` returns, as text."""
-    lines = [f"{values['schedule']} ({values['order']}, {values['virtual_stages']} stages a position): "
-             f"bubble rate {values['bubble_rate']:.4f}, step time {values['step_time']:.3f}"]
-    if "step_time_bound" in values:
-        lines.append(f"no order is below: bubble rate {values['bubble_rate_bound']:.4f}, step time "
-                     f"{values['step_time_bound']:.3f}")
-    for position, row in enumerate(values["stages"]):
-        lines.append(f"pp{position}".ljust(6) + f"busy {row['busy']:.3f}  span {row['span']:.3f}  "
-                     f"keeps {row['peak_activations']:g}")
+def show(found: BarePrediction) -> str:
+    lines = [f"{found.schedule} ({found.order}, {found.virtual_stages} stages a position): "
+             f"bubble rate {found.bubble_rate:.4f}, step time {found.step_time:.3f}"]
+    if found.bubble_rate_bound is not None:
+        lines.append(f"no order is below: bubble rate {found.bubble_rate_bound:.4f}, step time "
+                     f"{found.step_time_bound:.3f}")
+    for position, row in enumerate(found.stages):
+        lines.append(f"pp{position}".ljust(6) + f"busy {row.busy:.3f}  span {row.span:.3f}  "
+                     f"keeps {row.peak_activations:g}")
     return "\n".join(lines)
 
 
@@ -149,16 +188,16 @@ def bare_programs(order: Order, place: tuple[int, ...],
     return programs, table
 
 
-def clock(programs: list[tuple[Instruction, ...]], table: Table, times: dict[str, float], v: int) -> Walk:
+def clock(programs: list[tuple[Instruction, ...]], table: Table, times: Times, v: int) -> Walk:
     """Walk the programs with these times: a stage takes 1/v of a position's."""
-    costs = {Op.FORWARD: times["f"] / v, Op.BACKWARD: (times["b"] + times["w"]) / v,
-             Op.BACKWARD_INPUT: times["b"] / v, Op.BACKWARD_WEIGHT: times["w"] / v, Op.SEND: times["comm"]}
+    costs = {Op.FORWARD: times.f / v, Op.BACKWARD: (times.b + times.w) / v,
+             Op.BACKWARD_INPUT: times.b / v, Op.BACKWARD_WEIGHT: times.w / v, Op.SEND: times.comm}
     links = [link(program, table, position, set()) for position, program in enumerate(programs)]
     return walk(programs, links, Mode.BUFFERED, lambda _, item: costs.get(item.op, 0.0))
 
 
 def _stages(programs: list[tuple[Instruction, ...]], when: Walk, order: Order,
-            v: int) -> list[dict[str, float]]:
+            v: int) -> list[BareStage]:
     rows = []
     for position, program in enumerate(programs):
         spans = [(when.start[position][i], when.end[position][i])
@@ -167,6 +206,5 @@ def _stages(programs: list[tuple[Instruction, ...]], when: Walk, order: Order,
         for task in order[position]:
             kept += {"F": 1, "I": 0}.get(task.kind, -1)
             most = max(most, kept)
-        rows.append({"busy": sum(end - start for start, end in spans), "span": spans[-1][1] - spans[0][0],
-                     "peak_activations": most / v})
+        rows.append(BareStage(sum(end - start for start, end in spans), spans[-1][1] - spans[0][0], most / v))
     return rows

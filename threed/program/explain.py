@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from threed.base.quantity import show_bytes
 from threed.program.analysis import Analysis
 from threed.program.effects import effects
 from threed.program.in_words import slot_words, unit_words
-from threed.program.instruction import PARAMETER_KINDS, Instruction, Op, Slot, SlotKind
+from threed.program.instruction import PARAMETER_KINDS, Instruction, Op, SlotKind
 from threed.program.table import Table
 from threed.program.traffic import moved_by, sent_by
 
@@ -27,8 +28,44 @@ def origin(stages: Sequence[tuple[str, Sequence[Instruction]]], program: Sequenc
     return next((name for name, stage in stages if Counter(stage)[item] > turn), None)
 
 
-def explain(analysis: Analysis, name: str, position: int, index: int) -> dict[str, Any]:
-    """One instruction as values: everything that the plan alone says about it."""
+class SlotUse(NamedTuple):
+    slot: str
+    holds: str  # in words
+    tier: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """One instruction: all that the plan says about it."""
+
+    program: str
+    position: int
+    index: int
+    instruction: str
+    of: str  # the unit
+    lane: str
+    when: str | None
+    slots: dict[str, list[SlotUse]]  # reads, writes, adds to, updates, frees
+    after: list[str]  # instructions whose results it uses, or whose memory it writes
+    waits: list[str]  # those that wait for it
+    groups: list[str]
+    sends: dict[str, int]  # bytes by axis
+    moves: dict[str, int]  # bytes by lane
+    rank: int = 0
+    ranks: Sequence[int] = ()  # others that take part
+    origin: str | None = None  # the pass that put it in
+
+    def document(self) -> dict[str, Any]:
+        uses = {what: [slot._asdict() for slot in slots] for what, slots in self.slots.items()}
+        return {"rank": self.rank, "program": self.program, "position": self.position, "index": self.index,
+                "instruction": self.instruction, "of": self.of, "lane": self.lane, "when": self.when, **uses,
+                "after": self.after, "waits for it": self.waits, "groups": self.groups, "sends": self.sends,
+                "moves": self.moves, "with ranks": self.ranks, "pass": self.origin}
+
+
+def explain(analysis: Analysis, name: str, position: int, index: int) -> Explanation:
+    """What the plan alone says: without ranks and pass."""
     program, table = analysis.plan.programs[name][position], analysis.table
     item = program[index]
     effect = effects(item, table, position)
@@ -38,16 +75,14 @@ def explain(analysis: Analysis, name: str, position: int, index: int) -> dict[st
               for used, others in zip(links.producers, waited.producers, strict=True)]
     uses = {"reads": effect.reads, "writes": effect.writes, "adds to": effect.adds, "updates": effect.updates,
             "frees": effect.frees}
-    return {
-        "program": name, "position": position, "index": index, "instruction": str(item),
-        "of": _name(item, table), "lane": effect.lane, "when": _when(item),
-        **{what: [_slot(slot, table) for slot in slots] for what, slots in uses.items() if slots},
-        "after": [f"{at}  {program[at]}" for at in before[index]],
-        "waits for it": [f"{at}  {program[at]}" for at, earlier in enumerate(before) if index in earlier],
-        "groups": list(effect.groups),
-        "sends": {axis: size for axis, size in sent_by(table, item).items() if size},
-        "moves": {effect.lane: size} if (size := moved_by(table, item)) else {},
-    }
+    return Explanation(
+        name, position, index, str(item), _name(item, table), effect.lane, _when(item),
+        {what: [SlotUse(str(slot), slot_words(slot.kind, table), str(slot.tier), table.size(slot))
+                for slot in slots] for what, slots in uses.items() if slots},
+        [f"{at}  {program[at]}" for at in before[index]],
+        [f"{at}  {program[at]}" for at, earlier in enumerate(before) if index in earlier],
+        list(effect.groups), {axis: size for axis, size in sent_by(table, item).items() if size},
+        {effect.lane: size} if (size := moved_by(table, item)) else {})
 
 
 def _name(item: Instruction, table: Table) -> str:
@@ -69,34 +104,26 @@ def _when(item: Instruction) -> str | None:
     return None
 
 
-def _slot(slot: Slot, table: Table) -> dict[str, Any]:
-    return {"slot": str(slot), "holds": slot_words(slot.kind, table), "tier": str(slot.tier),
-            "bytes": table.size(slot)}
-
-
-def show(values: dict[str, Any]) -> str:
-    """The values that `explain` returns, with `pass` and `with ranks` added, as text."""
-    place = f"program '{values['program']}', position pp{values['position']}, instruction {values['index']}"
-    lines = [f"{place}: {values['instruction']}",
-             _line("of", values["of"]),
-             _line("put in by", f"the pass '{values['pass']}'" if values["pass"] else "no pass"),
-             _line("lane", values["lane"])]
-    lines += [_line("when", values["when"])] if values["when"] else []
-    for what in ("reads", "writes", "adds to", "updates", "frees"):
-        for slot in values.get(what, ()):
-            size = f", {show_bytes(slot['bytes'])}" if slot["bytes"] else ""
-            lines.append(_line(what, f"{slot['slot']} (on the {slot['tier']}{size}): {slot['holds']}"))
-    sizes = [f"{show_bytes(size)} over {axis}" for axis, size in values["sends"].items()]
-    moved = [f"{show_bytes(size)} by {lane}" for lane, size in values["moves"].items() if size]
+def show(found: Explanation) -> str:
+    lines = [f"program '{found.program}', position pp{found.position}, instruction {found.index}: "
+             f"{found.instruction}",
+             _line("of", found.of),
+             _line("put in by", f"the pass '{found.origin}'" if found.origin else "no pass"),
+             _line("lane", found.lane)]
+    lines += [_line("when", found.when)] if found.when else []
+    for what, slots in found.slots.items():
+        for slot in slots:
+            size = f", {show_bytes(slot.bytes)}" if slot.bytes else ""
+            lines.append(_line(what, f"{slot.slot} (on the {slot.tier}{size}): {slot.holds}"))
+    sizes = [f"{show_bytes(size)} over {axis}" for axis, size in found.sends.items()]
+    moved = [f"{show_bytes(size)} by {lane}" for lane, size in found.moves.items()]
     lines += [_line("sends", "; ".join(sizes))] if sizes else []
     lines += [_line("moves", "; ".join(moved))] if moved else []
-    if values["with ranks"]:
-        lines.append(_line("with ranks", _some(values["with ranks"])))
-    for what in ("after", "waits for it"):
-        rows = values[what]
+    lines += [_line("with ranks", _some(found.ranks))] if found.ranks else []
+    for what, rows in (("after", found.after), ("waits for it", found.waits)):
         lines += [_line(what if at == 0 else "", row) for at, row in enumerate(rows[:SHOWN])]
         lines += [_line("", f"and {len(rows) - SHOWN} more")] if len(rows) > SHOWN else []
-    if not values["waits for it"]:
+    if not found.waits:
         lines.append(_line("waits for it", "nothing in this program"))
     return "\n".join(lines)
 

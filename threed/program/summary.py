@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -69,6 +69,9 @@ class StageSummary:
     def fixed_bytes(self) -> int:
         """Bytes that a rank holds on its device all the time."""
         return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes + self.buffer_bytes
+
+    def away(self) -> str:
+        return f"holds {show_bytes(self.host_bytes)} on the host and {show_bytes(self.disk_bytes)} on disk"
 
     def document(self) -> dict[str, Any]:
         """As JSON has it."""
@@ -169,42 +172,37 @@ def _away(table: Table, position: int) -> dict[Tier, int]:
 
 # ---------------------------------------------------------------- as text
 
-HELD = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "buffer_bytes", "activation_peak_bytes")
 
-
-def sent_over(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The axes of which documents of summaries show the bytes sent: those of AXES, and quiet ones and those
-    of folds over which any are."""
+def sent_over(rows: Sequence[StageSummary]) -> list[str]:
+    """The axes of which the bytes sent are shown: those of AXES, and quiet ones and those of folds over which
+    any are."""
     return [axis for axis in (*AXES, *FOLDS) if axis in {*AXES} - QUIET
-            or any(row["sent_bytes"].get(axis) for row in rows)]
+            or any(row.sent_bytes.get(axis) for row in rows)]
 
 
-def show(rows: list[dict[str, Any]], columns: int | None = None) -> str:
-    """Documents of summaries as a table, then the bytes on other tiers. `columns`: of a terminal, if it is
-    to fit."""
+def show(rows: Sequence[StageSummary], columns: int | None = None) -> str:
+    """Summaries as a table, then the bytes on other tiers. `columns`: of a terminal, if it is to fit."""
     axes = sent_over(rows)
     head = ("a rank of", "parameters", "param", "grad", "optimizer", "buffers", "activations",
             *(f"sends {axis}" for axis in axes), "gathers", "reduces")
-    lines = [render(head, [(f"pp{position}", show_count(row["parameters"]),
-                            *(show_bytes(row[key]) for key in HELD),
-                            *(show_bytes(row["sent_bytes"].get(axis, 0)) for axis in axes),
-                            *(str(row[key]) for key in ("gathers", "reduces")))
-                           for position, row in enumerate(rows)], columns)]
+    lines = [render(head, [
+        (f"pp{position}", show_count(row.parameters),
+         *map(show_bytes, (row.parameter_bytes, row.gradient_bytes, row.optimizer_bytes, row.buffer_bytes,
+                           row.activation_peak_bytes, *(row.sent_bytes.get(axis, 0) for axis in axes))),
+         str(row.gathers), str(row.reduces)) for position, row in enumerate(rows)], columns)]
     for position, row in enumerate(rows):
-        if row["moved_bytes"]:
-            moves = sorted(row["moved_bytes"].items())
-            moved = ", ".join(f"{lane} {show_bytes(size)}" for lane, size in moves)
-            lines.append(f"pp{position} holds {show_bytes(row['host_bytes'])} on the host and "
-                         f"{show_bytes(row['disk_bytes'])} on disk; moves a step: {moved}")
+        if row.moved_bytes:
+            moved = ", ".join(f"{lane} {show_bytes(size)}" for lane, size in sorted(row.moved_bytes.items()))
+            lines.append(f"pp{position} {row.away()}; moves a step: {moved}")
     for position, row in enumerate(rows):
-        if (frozen := row.get("frozen")) is not None:
-            saves = ", ".join(f"{show_bytes(frozen[f'{key}_bytes'])} of {what}" for key, what in (
-                ("gradient", "gradients"), ("optimizer", "optimizer state"), ("reduce", "each reduction"))
-                if frozen[f"{key}_bytes"])
-            trained = show_count(row["parameters"] - frozen["parameters"])
-            lines.append(f"pp{position} trains {trained} parameters; {show_count(frozen['parameters'])} are "
+        if (frozen := row.frozen) is not None:
+            saves = ", ".join(f"{show_bytes(size)} of {what}" for size, what in (
+                (frozen.gradient_bytes, "gradients"), (frozen.optimizer_bytes, "optimizer state"),
+                (frozen.reduce_bytes, "each reduction")) if size)
+            trained = show_count(row.parameters - frozen.parameters)
+            lines.append(f"pp{position} trains {trained} parameters; {show_count(frozen.parameters)} are "
                          f"frozen, which saves {saves}")
-    if copied := max(row["snapshot_bytes"] for row in rows):
+    if copied := max(row.snapshot_bytes for row in rows):
         lines.append(f"a rank's copy on the host for checkpoints: {show_bytes(copied)} "
                      "(checkpoint.background)")
     return "\n".join(lines)

@@ -185,7 +185,7 @@ def test_as_transformers_holds_it_in_memory(name, tmp_path):
         assert any(key.endswith(".mlp.experts.gate_up_proj") for key in file.keys())  # noqa: SIM118
     sums = []
     for each in ("theirs", "held"):
-        path = Path(import_model(tmp_path / each, tmp_path / f"run-{each}", RUN[:1])["checkpoint"])
+        path = import_model(tmp_path / each, tmp_path / f"run-{each}", RUN[:1]).checkpoint
         sums.append({key: entry["sums"] for key, entry in manifest(path)["parameters"].items()})
         export_model(tmp_path / f"run-{each}", tmp_path / f"back-{each}")
         same_files(tmp_path / "theirs", tmp_path / f"back-{each}")
@@ -200,7 +200,7 @@ def test_trained_on_two_meshes(made, tmp_path, monkeypatch):
     ours(first, monkeypatch, steps=3, save=True)
     second = config_of(run, "parallel.pp=2", "parallel.tp=2", "parallel.sequence_parallel=true")
     got = ours(second, monkeypatch, steps=1, save=True)
-    assert export_model(run, tmp_path / "back")["step"] == 4
+    assert export_model(run, tmp_path / "back").step == 4
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()
     assert type(model) is type(made.model)
     close(got, theirs(model))
@@ -272,7 +272,7 @@ def test_an_export_loads_strictly(name, dtype, tmp_path, monkeypatch):
     made = make(name, tmp_path / "theirs")
     import_model(made.folder, tmp_path / "run", RUN[:1])
     done = export_model(tmp_path / "run", tmp_path / "back", dtype)
-    assert sum(each.endswith(".safetensors") for each in done["files"]) > 1
+    assert sum(each.endswith(".safetensors") for each in done.files) > 1
     model, found = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "back", dtype="auto", output_loading_info=True)
     assert not any(found.values()), found
@@ -293,7 +293,7 @@ def test_what_llama_toy_trains_goes_out(tmp_path, monkeypatch):
     config = load("configs/llama-toy.yaml", few)
     saved_after(config, 2)
     done = export_model(tmp_path / "run", tmp_path / "out")
-    assert done["family"] == "llama" and done["step"] == 2
+    assert done.family == "llama" and done.step == 2
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     alone = load("configs/llama-toy.yaml", [*few, "parallel.dp=1", "train.global_batch_size=2"])
     close(ours(alone, monkeypatch), theirs(model)[..., :VOCAB])

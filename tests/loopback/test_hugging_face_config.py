@@ -154,7 +154,7 @@ def test_rotary_positions_that_are_refused(changes, words):
 
 def manifest_of(source: Path, run: Path, *overrides: str) -> tuple[Path, list[str]]:
     done = import_model(source, run, list(overrides))
-    return Path(done["checkpoint"]), done["notes"]
+    return done.checkpoint, done.notes
 
 
 def started(run: Path, path: Path, *overrides: str) -> Manifest:
@@ -339,7 +339,7 @@ def test_odd_sizes_load_strictly(kind, tmp_path):
     few = ["train.global_batch_size=2", "train.micro_batch_size=2", f"run.dir={tmp_path / 'run'}",
            "data.source=/nowhere", "run.device=cpu"]
     saved_after(load(None, [*ODD[kind], *few]), 1)
-    assert export_model(tmp_path / "run", tmp_path / "out")["family"] == kind
+    assert export_model(tmp_path / "run", tmp_path / "out").family == kind
     model, found = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "out", output_loading_info=True)
     assert not any(found.values()), found

@@ -69,7 +69,7 @@ def both(tmp_path: Path, kind: str, dtype: torch.dtype = torch.float32) -> tuple
     return apart, together
 
 
-def sums(path: str) -> dict[str, str]:
+def sums(path: Path) -> dict[str, str]:
     return {name: entry["sums"]["param"] for name, entry in manifest(Path(path))["parameters"].items()}
 
 
@@ -79,9 +79,9 @@ def test_stacked_experts_are_the_same_weights(kind, dtype, tmp_path):
     """Both files are imported alike, and exported as a tensor an expert: names, dtypes and bits."""
     apart, together = both(tmp_path, kind, dtype)
     one, other = (import_model(each, tmp_path / f"run-{each.name}") for each in (apart, together))
-    assert sums(one["checkpoint"]) == sums(other["checkpoint"])
-    assert not any("experts are stacked" in note for note in one["notes"])
-    assert any("mlp.experts.gate_up_proj: an export" in note for note in other["notes"])
+    assert sums(one.checkpoint) == sums(other.checkpoint)
+    assert not any("experts are stacked" in note for note in one.notes)
+    assert any("mlp.experts.gate_up_proj: an export" in note for note in other.notes)
     for each in (apart, together):
         export_model(tmp_path / f"run-{each.name}", tmp_path / f"back-{each.name}")
     same(apart, tmp_path / "back-apart")
@@ -115,7 +115,7 @@ def test_stacked_experts_in_several_files_without_a_prefix(tmp_path):
     for index, each in enumerate(parts):
         save_file(each, together / f"model-{index + 1:05d}-of-00002.safetensors")
     one, other = (import_model(each, tmp_path / f"run-{each.name}") for each in (apart, together))
-    assert sums(one["checkpoint"]) == sums(other["checkpoint"])
+    assert sums(one.checkpoint) == sums(other.checkpoint)
 
 
 class Held(TorchDispatchMode):

@@ -183,7 +183,7 @@ def test_names_without_a_prefix_and_tensors_that_are_no_weights(tmp_path):
     values = {name.removeprefix("transformer."): value
               for name, value in load_file(source / "model.safetensors").items()}
     save_file({**values, "h.0.attn.bias": torch.ones(1, 1, 8, 8)}, source / "model.safetensors")
-    notes = import_model(source, tmp_path / "run")["notes"]
+    notes = import_model(source, tmp_path / "run").notes
     assert any("h.0.attn.bias" in note for note in notes)
     export_model(tmp_path / "run", tmp_path / "back")
     back = load_file(tmp_path / "back" / "model.safetensors")
@@ -269,7 +269,7 @@ def test_a_checkpoint_alone_another_dtype_and_another_config(tmp_path):
     """-o CHECKPOINT, --dtype and --like; a config that has changed since."""
     source = folder(tmp_path / "theirs", LLAMA)
     done = import_model(source, tmp_path / "some" / "step-00000000", yaml_file=tmp_path / "mine.yaml")
-    assert done["checkpoint"] == str(tmp_path / "some" / "step-00000000")
+    assert done.checkpoint == tmp_path / "some" / "step-00000000"
     assert (tmp_path / "mine.yaml").is_file()
     export_model(tmp_path / "some" / "step-00000000", tmp_path / "half", "bf16")
     was, now = (load_file(path / "model.safetensors") for path in (source, tmp_path / "half"))
@@ -316,7 +316,7 @@ def test_an_optimizer_begins_fresh(mesh, tmp_path):
 
 def test_a_checkpoint_without_a_state_is_no_import(tmp_path):
     """Weights alone are enough only where the manifest says that there is no more."""
-    path = Path(import_model(folder(tmp_path / "theirs", LLAMA), tmp_path / "run")["checkpoint"])
+    path = import_model(folder(tmp_path / "theirs", LLAMA), tmp_path / "run").checkpoint
     values = json.loads((path / "manifest.json").read_text())
     del values["checksum"], values["weights_only"]
     (path / "manifest.json").write_text(seal(values))
@@ -355,10 +355,10 @@ def test_a_run_that_began_here(kind, tmp_path, monkeypatch):
                 "data.source=/nowhere")
     path = saved_after(config, 1)
     done = export_model(tmp_path / "run", tmp_path / "theirs")
-    assert done["family"] == kind and done["step"] == 1
-    assert sum(name.endswith(".safetensors") for name in done["files"]) > 2
-    assert "model.safetensors.index.json" in done["files"]
-    again = import_model(tmp_path / "theirs", tmp_path / "again", ["model.vocab_multiple=16"])["checkpoint"]
+    assert done.family == kind and done.step == 1
+    assert sum(name.endswith(".safetensors") for name in done.files) > 2
+    assert "model.safetensors.index.json" in done.files
+    again = import_model(tmp_path / "theirs", tmp_path / "again", ["model.vocab_multiple=16"]).checkpoint
     sums = [{name: entry["sums"]["param"] for name, entry in manifest(Path(each))["parameters"].items()}
             for each in (path, again)]
     assert sums[0] == sums[1]
@@ -374,7 +374,7 @@ def test_what_no_family_can_hold(tmp_path):
 
 def test_a_damaged_checkpoint_is_not_exported(tmp_path):
     source = folder(tmp_path / "theirs", LLAMA)
-    path = Path(import_model(source, tmp_path / "run")["checkpoint"]) / "rank-00000.safetensors"
+    path = import_model(source, tmp_path / "run").checkpoint / "rank-00000.safetensors"
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)

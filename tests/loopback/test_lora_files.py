@@ -120,7 +120,7 @@ def test_merged(name, tmp_path, monkeypatch):
     import_model(made.folder, run, RUN[:1])
     trained(lora(run, name, *FIRST, "zero.stage=2"), 2)
     logits = ours(lora(run, name, *SECOND), monkeypatch)
-    assert export_model(run, tmp_path / "back")["step"] == 2
+    assert export_model(run, tmp_path / "back").step == 2
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()
     close(logits, theirs(model))
     assert (logits - theirs(made.model)).abs().max() > 1e-2, "it was not trained"
@@ -179,7 +179,7 @@ def test_a_base_that_was_trained_here(tmp_path):
 
     assert run_loopback(plan, make_mesh(config), work) == [(0, 0, 0)]
     trained(config, 1)
-    assert export_model(tmp_path / "tuned", tmp_path / "back")["step"] == 1
+    assert export_model(tmp_path / "tuned", tmp_path / "back").step == 1
     # frozen weights that live on disk are saved and loaded, too
     disk = lora(run, "llama3", f"run.dir={tmp_path / 'tuned'}", "parallel.dp=2", "zero.stage=3", FILES,
                 "offload.optimizer=nvme", "offload.parameters=nvme", "train.micro_batch_size=1")

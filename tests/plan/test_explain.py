@@ -54,7 +54,7 @@ def test_each_instruction_has_its_pass(overrides):
             answer = explain(analysis, index, 0, name)
             assert answer.origin in PASSES[item.op], (str(item), answer.origin)
             effect = effects(item, plan.table, 0)
-            assert [each.slot for each in answer.slots.get("reads", ())] == list(map(str, effect.reads))
+            assert answer.slots.get("reads", ()) == effect.reads
             assert answer.sends == {axis: size for axis, size in sent_by(plan.table, item).items() if size}
             if item.op in PHASES:
                 assert set(effect.groups) == set(answer.sends), str(item)
@@ -100,7 +100,7 @@ def test_what_belongs_to_the_step_before(capsys):
         when = explain(analysis, index).when
         of_before = item.op == Op.STEP or (item.op == Op.OFFLOAD and item.kind == "gprev")
         assert (when is not None) == (of_before or item.op == Op.CLIP), str(item)
-        assert not of_before or when.startswith("it is part of the update of the step before"), str(item)
+        assert not of_before or str(when).startswith("it is part of the update of the step before"), str(item)
     app(["show", *config], standalone_mode=False)
     assert "the host updates 10 parameter units with the gradients of the step" in capsys.readouterr().out
     app(["show", *config, "--program", "settle"], standalone_mode=False)

@@ -9,6 +9,7 @@ import pytest
 from tests.harness import schedule_config, tiny
 from threed.api import plans as api
 from threed.planner import analyse
+from threed.planner.from_config import analysed
 from threed.program.effects import effects
 from threed.program.graphs import graphs
 from threed.program.instruction import COMPUTE, PARAMETER_KINDS
@@ -72,6 +73,6 @@ def test_buffers_are_those_of_a_variant():
 
 def test_what_check_says():
     config = tiny("parallel.pp=2", "run.cuda_graphs=true")
-    checked = api.checked_plan(config)
-    assert [row["graph_sets"] for row in checked.document()["stages"]] == [2, 1]
-    assert "CUDA graphs: pp0 24 in 2 sets of buffers, pp1 16 in 1 set" in api.show_check(checked)
+    assert [row["graph_sets"] for row in api.check(config)["stages"]] == [2, 1]
+    text = api.show_check(analysed(config), config)
+    assert "CUDA graphs: pp0 24 in 2 sets of buffers, pp1 16 in 1 set" in text

@@ -7,6 +7,7 @@ import pytest
 from threed.api import plans as api
 from threed.base.texttable import render, wrapped
 from threed.config.load import load
+from threed.planner.from_config import analysed
 from threed.prediction import report
 from threed.prediction.predict import predicted
 
@@ -61,7 +62,7 @@ def test_wrapped():
 
 def large(columns: int) -> list[str]:
     config = load("configs/gpt3-175b.yaml", ["parallel.dp=2", "train.global_batch_size=192"])
-    return [api.show_check(api.checked_plan(config), columns=columns), api.show(config, columns=columns),
+    return [api.show_check(analysed(config), config, columns=columns), api.show(config, columns=columns),
             report.show(predicted(config), columns)]
 
 

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,50 +79,37 @@ def check(what: Config | Plan, room: float | None = None) -> dict[str, Any]:
 
     >>> threed.check(threed.load("configs/toy.yaml", ["zero.stage=3"]))["stages"][0]["optimizer_bytes"]
     """
-    return checked_plan(what, room).document()
-
-
-@dataclass(frozen=True)
-class CheckedPlan:
-    """A plan that is legal, and what there is to say of it."""
-
-    analysis: Analysis
-    chosen: list[str]  # why keys that are `auto` have their values
-    warnings: list[str]
-    stages: list[summary.StageSummary]
-    graphs: list[Graphs]  # by position; []: without CUDA graphs
-
-    def document(self) -> dict[str, Any]:
-        """What `check` returns."""
-        rows = [row.document() for row in self.stages]
-        for row, held in zip(rows, self.graphs, strict=False):
-            row |= {"cuda_graphs": held.count, "graph_sets": len(held.peaks)}
-        plan = self.analysis.plan
-        return {"ok": True, "world_size": config_of(plan).world_size, "instructions": len(plan),
-                "digest": self.analysis.digest, "chosen": self.chosen, "warnings": self.warnings,
-                "stages": rows}
-
-
-def checked_plan(what: Config | Plan, room: float | None = None) -> CheckedPlan:
-    """What `check` makes its document of."""
     analysis = analysed(what, room)
     if isinstance(what, Plan):
         check_plan(analysis)
-    config, table = config_of(analysis.plan), analysis.table
-    return CheckedPlan(
-        analysis, chosen_for(what, config) if isinstance(what, Config) else [],
-        warnings_of(config, analysis.plan), summary.stages(analysis),
-        [graphs(analysis, position) for position in range(table.num_positions * config.run.cuda_graphs)])
+    return check_document(analysis, what)
 
 
-def show_check(checked: CheckedPlan, fits: bool = True, columns: int | None = None) -> str:
-    """A plan that was checked, as text. `columns`: of a terminal into which tables are to fit."""
-    plan, config = checked.analysis.plan, config_of(checked.analysis.plan)
+def check_document(analysis: Analysis, what: Config | Plan) -> dict[str, Any]:
+    """What `check` returns, of a plan that is legal."""
+    plan, config = analysis.plan, config_of(analysis.plan)
+    rows = [row.document() for row in summary.stages(analysis)]
+    for row, held in zip(rows, _graphs(analysis), strict=False):
+        row |= {"cuda_graphs": held.count, "graph_sets": len(held.peaks)}
+    return {"ok": True, "world_size": config.world_size, "instructions": len(plan), "digest": analysis.digest,
+            "chosen": chosen_for(what, config) if isinstance(what, Config) else [],
+            "warnings": warnings_of(config, plan), "stages": rows}
+
+
+def _graphs(analysis: Analysis) -> list[Graphs]:
+    """By position; [] without CUDA graphs."""
+    used = config_of(analysis.plan).run.cuda_graphs
+    return [graphs(analysis, position) for position in range(analysis.table.num_positions) if used]
+
+
+def show_check(analysis: Analysis, given: Config, fits: bool = True, columns: int | None = None) -> str:
+    """The same of a config as text. `columns`: of a terminal into which tables are to fit."""
+    plan, config = analysis.plan, config_of(analysis.plan)
     verdict, ranks = "ok: " if fits else "", many(config.world_size, "rank")
     lines = [f"{verdict}{ranks} ({make_mesh(config).text()}), {len(plan)} instructions, plan "
-             f"{checked.analysis.digest}",
-             *checked.chosen, *(f"warning: {line}" for line in checked.warnings),
-             summary.show(checked.stages, columns)]
+             f"{analysis.digest}",
+             *chosen_for(given, config), *(f"warning: {line}" for line in warnings_of(config, plan)),
+             summary.show(summary.stages(analysis), columns)]
     ranks = f"{config.parallel.ep} ranks together hold" if config.parallel.ep > 1 else "each rank holds"
     if (active := num_parameters(config.model, True)) < (every := num_parameters(config.model)):
         lines.append(f"experts: {show_count(every)} parameters, of which {show_count(active)} compute a "
@@ -133,7 +120,7 @@ def show_check(checked: CheckedPlan, fits: bool = True, columns: int | None = No
         lines.append(f"computed again, a block and micro-batch: {saved}")
     if config.run.cuda_graphs:
         counts = ", ".join(f"pp{position} {held.count} in {many(len(held.peaks), 'set')} of buffers"
-                           for position, held in enumerate(checked.graphs))
+                           for position, held in enumerate(_graphs(analysis)))
         lines.append(f"CUDA graphs: {counts}")
     return "\n".join(lines)
 

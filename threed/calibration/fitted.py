@@ -84,28 +84,25 @@ def _cpu(computed: Sequence[Computed], rates: dict[str, float], machine: Machine
 
 def _fit_gpu(computed: Sequence[Computed], hardware: Hardware) -> tuple[Hardware, list[Computed]]:
     """The peaks are known, and `efficiency` is for 16 bits."""
-    kinds = _by_kind(computed)
-    hardware = fit(kinds[NARROW], hardware, ("efficiency",))
-    hardware = fit(kinds["products"], hardware, ("tflops_fp32",))
-    hardware = fit(kinds["element-wise"], hardware, ("memory_efficiency",))
-    return fit(kinds["attention"], hardware, ("attention_efficiency",)), list(computed)
+    for kind, name in ((NARROW, "efficiency"), ("products", "tflops_fp32"),
+                       ("element-wise", "memory_efficiency"), ("attention", "attention_efficiency")):
+        hardware = fit(_of(computed, kind), hardware, (name,))
+    return hardware, list(computed)
 
 
 def _fit_cpu(computed: Sequence[Computed], hardware: Hardware) -> tuple[Hardware, list[Computed]]:
     """What a unit takes above its products is the time of attention, exponentials, memory and the host. An
     element-wise kernel that runs again and again says little of it: its tensors are in caches."""
-    kinds = _by_kind(computed)
-    hardware = fit(kinds["products"], hardware, ("efficiency", "half_dim"))
-    hardware = fit([*kinds["attention"], *kinds[UNITS]], hardware,
+    hardware = fit(_of(computed, "products"), hardware, ("efficiency", "half_dim"))
+    hardware = fit(_of(computed, "attention", UNITS), hardware,
                    ("efficiency", "attention_efficiency", "exponential_ns", "memory_efficiency", "launch_us",
                     "host_us"))
-    hardware = fit(kinds[NARROW], hardware, ("tflops",))
+    hardware = fit(_of(computed, NARROW), hardware, ("tflops",))
     return hardware, [point for point in computed if point.kind != "element-wise"]
 
 
-def _by_kind(computed: Sequence[Computed]) -> dict[str, list[Computed]]:
-    return {kind: [point for point in computed if point.kind == kind]
-            for kind in dict.fromkeys(point.kind for point in computed)}
+def _of(computed: Sequence[Computed], *kinds: str) -> list[Computed]:
+    return [point for kind in kinds for point in computed if point.kind == kind]
 
 
 def _tflops(computed: Sequence[Computed], kind: str) -> float:

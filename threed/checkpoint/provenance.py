@@ -9,7 +9,7 @@ import dataclasses
 import glob
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from threed.base.errors import InputError
 from threed.checkpoint.format import Manifest
@@ -107,33 +107,43 @@ def changes(manifest: Manifest, data: dict[str, Any], now: DataConfig,
         found.append(f"the chat template {where} is another, and so are the tokens")
         unlike.append("chat_template")
     compared = not unlike and (retrained or not other)
-    parts = _changes_of_sources(before["sources"], data["sources"], compared)
+    parts = _changes_of_sources(_sources(before), _sources(data), compared)
     if other and retrained:
         parts = parts or ["the content of data.source is another"]
         parts[-1] += ", and so is the tokenizer (data.tokenizer=bpe), which is trained on the data"
     return found + parts
 
 
-def _changes_of_sources(before: list[dict[str, Any]], now: list[dict[str, Any]], compared: bool) -> list[str]:
+class _Source(NamedTuple):
+    name: str
+    share: str
+    tokens: str  # a digest
+
+
+def _sources(data: dict[str, Any]) -> list[_Source]:
+    return [_Source(each["source"], each["share"], each["tokens"]) for each in data["sources"]]
+
+
+def _changes_of_sources(before: list[_Source], now: list[_Source], compared: bool) -> list[str]:
     """What is other about the sources. `compared`: whether tokens tell of a source's content."""
     found, left, order = [], list(now), []
-    pairs: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    pairs: list[tuple[_Source, _Source]] = []
     rest = list(before)
-    for alike in (lambda old, new: old["tokens"] == new["tokens"],
-                  lambda old, new: old["source"] == new["source"],
+    for alike in (lambda old, new: old.tokens == new.tokens,
+                  lambda old, new: old.name == new.name,
                   lambda old, new: len(before) == len(now) == 1):
         for old in list(rest):
             if (new := next((each for each in left if alike(old, each)), None)) is not None:
                 pairs.append((old, new))
                 rest.remove(old)
                 left.remove(new)
-    found += [f"{old['source']} is no longer a source" for old in rest]
-    found += [f"{new['source']} is a new source, with a share of {new['share']}" for new in left]
+    found += [f"{old.name} is no longer a source" for old in rest]
+    found += [f"{new.name} is a new source, with a share of {new.share}" for new in left]
     if not rest and not left:
-        found += [f"the share of {new['source']} was {old['share']} and is {new['share']}"
-                  for old, new in pairs if old["share"] != new["share"]]
+        found += [f"the share of {new.name} was {old.share} and is {new.share}"
+                  for old, new in pairs if old.share != new.share]
         order = [now.index(new) for _, new in sorted(pairs, key=lambda pair: before.index(pair[0]))]
-    changed = [new["source"] for old, new in pairs if compared and old["tokens"] != new["tokens"]]
+    changed = [new.name for old, new in pairs if compared and old.tokens != new.tokens]
     if changed and not (rest or left):
         several = any(os.path.isdir(each) or glob.has_magic(each) for each in changed)
         found.append(f"the content of {', '.join(changed)} is another{_OR_ORDER if several else ''}")

@@ -55,11 +55,11 @@ def import_(source: Annotated[Path, typer.Argument(metavar="HF_DIR", help="folde
         raise InputError("give -o RUN, the folder of the run to come, such as -o runs/mine")
     with _stoppable():
         done = import_model(source, output, overrides, config, _say)
-    for note in done["notes"]:
+    for note in done.notes:
         _say(f"note: {note}")
-    print(f"wrote {done['checkpoint']}: {show_count(done['parameters'])} parameters of a {done['family']}, "
-          f"{show_bytes(done['bytes'])}\nwrote {done['config']}\n"
-          f"go on with: threed train {done['config']} data.source=YOUR_DATA")
+    print(f"wrote {done.checkpoint}: {show_count(done.parameters)} parameters of a {done.family}, "
+          f"{show_bytes(done.bytes)}\nwrote {done.config}\n"
+          f"go on with: threed train {done.config} data.source=YOUR_DATA")
 
 
 def export(run: Annotated[Path, typer.Argument(metavar="RUN|CHECKPOINT",
@@ -83,10 +83,10 @@ def export(run: Annotated[Path, typer.Argument(metavar="RUN|CHECKPOINT",
 
     with _stoppable():
         done = (export_adapters if adapters else export_model)(run, output, dtype, like, _say)
-    for note in done["notes"]:
+    for note in done.notes:
         _say(f"note: {note}")
-    print(f"wrote {done['folder']}: a {done['family']} of step {done['step']}, {show_bytes(done['bytes'])}\n"
-          + "\n".join(f"  {name}" for name in done["files"]))
+    print(f"wrote {done.folder}: a {done.family} of step {done.step}, {show_bytes(done.bytes)}\n"
+          + "\n".join(f"  {name}" for name in done.files))
 
 
 def register(app: typer.Typer) -> None:

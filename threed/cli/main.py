@@ -112,22 +112,21 @@ def check(config: of.ConfigPath, overrides: of.Overrides = None, devices: of.Dev
     """
     gc.disable()  # as in predict
     loaded = configs.for_devices(config, overrides, devices, "check")
-    found, texts, small = {}, [], None
     if not (advise or memory is not None or hardware):
-        checked = api.checked_plan(loaded)
+        analysis, found, texts, small = analysed(loaded), {}, [], None
     else:
         from threed.prediction import fit
 
         asked = fit.FitRequest(hardware, parse_memory(memory) if memory is not None else None,
                                advise or memory is not None, terminal())
-        checked = api.checked_plan(loaded, fit.room_of(loaded, asked))
+        analysis = analysed(loaded, fit.room_of(loaded, asked))
         gc.enable()  # advice makes one plan after the other
         found, texts, small = fit.fit(loaded, asked, _progress)
     if as_json:
-        _print_json({**checked.document(), **found, "ok": small is None,
+        _print_json({**api.check_document(analysis, loaded), **found, "ok": small is None,
                      **({"error": small, "problems": [small]} if small else {})})
     else:
-        print("\n\n".join([api.show_check(checked, small is None, terminal()), *texts]))
+        print("\n\n".join([api.show_check(analysis, loaded, small is None, terminal()), *texts]))
     if small is not None:
         say(small)
         raise typer.Exit(InputError.status)

@@ -50,20 +50,6 @@ class UnitSeconds:
 
 
 @dataclass(frozen=True)
-class StageSeconds:
-    predicted: Row  # the step, its causes and the bubble
-    measured: Row
-
-
-@dataclass(frozen=True)
-class Hidden:
-    """Seconds a step of a lane of what is offloaded; means of all ranks."""
-
-    worked: float
-    waited: float  # that ranks waited for it
-
-
-@dataclass(frozen=True)
 class Compared:
     """Where the time of a run's steps went: the document of `threed compare --json`."""
 
@@ -72,9 +58,9 @@ class Compared:
     steps: list[int]
     notes: list[str]  # what the trace leaves out
     step: Seconds
-    stages: list[StageSeconds]  # by position
+    stages: list[dict[str, Row]]  # predicted and measured, by position: the step, its causes, the bubble
     ranks: list[Row]  # number, coordinate, the step and its causes
-    offload: dict[str, Hidden]  # by lane
+    offload: dict[str, Row]  # of each lane of it, seconds a step that it worked, and that ranks waited for it
     ops: dict[str, Seconds]
     lanes: dict[str, Seconds]
     units: dict[str, UnitSeconds]
@@ -96,8 +82,8 @@ def compare(run: Path) -> Compared:
     ranks = [_attribute_rank(rank, of_rank, clips) for rank, of_rank in zip(traced.ranks, traces)]
     prediction = predict(analysis, mean_costs(traced.ranks, traces, clips))
     walked = [_as_trace(analysis, prediction.walk, position) for position in range(len(programs))]
-    stages = [StageSeconds(row, _with_bubble(_mean([rank for rank in ranks if rank["pp"] == position],
-                                                   ("step", *CAUSES))))
+    stages = [{"predicted": row, "measured": _with_bubble(
+                  _mean([rank for rank in ranks if rank["pp"] == position], ("step", *CAUSES)))}
               for position, row in enumerate(_attribute_walk(plan, walked, prediction.step_s))]
     lanes = {rank.here.position: rank.lanes for rank in traced.ranks}
 
@@ -122,18 +108,19 @@ def compare(run: Path) -> Compared:
          for name, text in names.items() if name in units})
 
 
-def _offload(ranks: Sequence[RankTrace], traces: Sequence[Sequence[Trace]]) -> dict[str, Hidden]:
+def _offload(ranks: Sequence[RankTrace], traces: Sequence[Sequence[Trace]]) -> dict[str, Row]:
+    """Means of all ranks."""
     used = [lane for lane in BESIDE if any(lane in rank.lanes for rank in ranks)]
     count = sum(map(len, traces))
-    worked, waited = dict.fromkeys(used, 0.0), dict.fromkeys(used, 0.0)
+    rows: dict[str, Row] = {lane: {"worked": 0.0, "waited": 0.0} for lane in used}
     for rank, of_rank in zip(ranks, traces, strict=True):
         for trace in of_rank:
             for index, _, ran_s in trace.ran:
-                worked[rank.lanes[index]] += ran_s / count
+                rows[rank.lanes[index]]["worked"] += ran_s / count
             for _, source, wait_s in trace.waits:
-                if source >= 0 and rank.lanes[source] in waited:
-                    waited[rank.lanes[source]] += wait_s / count
-    return {lane: Hidden(worked[lane], waited[lane]) for lane in used}
+                if source >= 0 and rank.lanes[source] in rows:
+                    rows[rank.lanes[source]]["waited"] += wait_s / count
+    return rows
 
 
 def _choose(traced: RunTrace) -> list[int]:
@@ -271,7 +258,7 @@ def show(found: Compared, columns: int | None = None) -> str:
     """`columns`: of a terminal, if tables are to fit."""
     step, ranks = found.step, found.ranks
     axes = [axis for axis in AXES if axis not in QUIET or any(row[axis] for row in ranks)]
-    shown = shown_causes([*ranks, *(row for stage in found.stages for row in vars(stage).values())])
+    shown = shown_causes([*ranks, *(row for stage in found.stages for row in stage.values())])
     heads = {name: HEADS[name] for name in ("step", *shown)}
     error = step.predicted / step.measured - 1.0 if step.measured else 0.0
     lines = [f"{found.run}, plan {found.digest}, step{'s' if len(found.steps) > 1 else ''} "
@@ -284,7 +271,7 @@ def show(found: Compared, columns: int | None = None) -> str:
              render(("", *heads.values(), "bubble"),
                     [(f"{f'pp{position}' if kind == 'predicted' else '':6}{kind}",
                       *(show_seconds(row[name]) for name in heads), f"{row['bubble']:.1%}")
-                     for position, stage in enumerate(found.stages) for kind, row in vars(stage).items()],
+                     for position, stage in enumerate(found.stages) for kind, row in stage.items()],
                     columns, fold=False),
              "", "and by rank, measured",
              render(("", *heads.values()), [
@@ -293,10 +280,10 @@ def show(found: Compared, columns: int | None = None) -> str:
                  columns)]
     if len(ranks) > MOST_RANKS:
         lines.append(f"... and {many(len(ranks) - MOST_RANKS, 'rank')} more")
-    if found.offload:
+    if beside := [(lane, row.values()) for lane, row in found.offload.items()]:
         lines += ["", render(("offload, mean of all ranks", "worked", "waited for", "hidden"), [
-            (lane, *map(show_seconds, (row.worked, row.waited, max(0.0, row.worked - row.waited))))
-            for lane, row in found.offload.items()], columns, fold=False)]
+            (lane, *map(show_seconds, (worked, waited, max(0.0, worked - waited))))
+            for lane, (worked, waited) in beside], columns, fold=False)]
     for title, rows in (("by op, mean of all ranks", found.ops),
                         ("by lane, waiting for it included", found.lanes),
                         ("by unit, on a rank that holds it", found.units)):

@@ -142,10 +142,9 @@ def read(folder: Path) -> list[Mark | Stepped]:
     for name, counts in (("metrics.jsonl", True), ("metrics.undone.jsonl", False)):
         with contextlib.suppress(OSError), (folder / name).open("rb") as file:
             for line in file:
-                found = {what: _number(line, what) for what in _NUMBERS}
-                if found["run/time"] and line.endswith(b"\n"):
-                    records.append(Stepped(found["run/time"], found["checkpoint/blocked_s"],
-                                           found["perf/apart_s"], counts))
+                at_s, blocked_s, apart_s = (_number(line, what) for what in _NUMBERS)
+                if at_s and line.endswith(b"\n"):
+                    records.append(Stepped(at_s, blocked_s, apart_s, counts))
     return records
 
 

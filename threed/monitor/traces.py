@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from threed.base.errors import InputError
 from threed.base.mesh import AXES, Coordinate
@@ -165,20 +165,28 @@ def read_run(run: Path, only: Sequence[int] | None = None) -> RunTrace:
     if not first.exists():
         raise InputError(f"{run}: there is no {FOLDER}/{first.name}. A run is traced where "
                          "monitor.trace_every > 0")
-    header = _last_header(first)
-    digest, world_size, notes, ranks = header["digest"], header["world_size"], [], []
-    for rank in range(world_size) if only is None else only:
+    header, notes, ranks = _last_header(first), [], []
+    for rank in range(header.world_size) if only is None else only:
         file = rank_file(run, rank)
         if not file.exists():
-            raise InputError(f"{file} is missing: the run had {many(world_size, 'rank')}")
-        ranks.append(_read_rank(file, rank, digest, notes))
+            raise InputError(f"{file} is missing: the run had {many(header.world_size, 'rank')}")
+        ranks.append(_read_rank(file, rank, header.digest, notes))
     steps = sorted(set.intersection(*(set(rank.lines) for rank in ranks)))
     if not steps:
         raise InputError(f"{run}: no step was traced by all ranks")
-    return RunTrace(run, digest, ranks, steps, notes)
+    return RunTrace(run, header.digest, ranks, steps, notes)
 
 
-def _last_header(file: Path) -> dict[str, Any]:
+class _Header(NamedTuple):
+    here: Coordinate
+    program: list[Instruction]
+    lanes: list[str]
+    digest: str
+    world_size: int
+    first_step: int
+
+
+def _last_header(file: Path) -> _Header:
     """The last header of a file."""
     last = None
     for number, line, is_header in _lines(file, []):
@@ -196,11 +204,11 @@ def _read_rank(file: Path, rank: int, digest: str, notes: list[str]) -> RankTrac
         where = f"{file}, line {number}"
         if is_header:
             header = _header(line, where)
-            current = header["digest"] == digest
+            current = header.digest == digest
             if current and trace is None:
-                trace = RankTrace(rank, header["here"], header["program"], header["lanes"], set(), file)
+                trace = RankTrace(rank, header.here, header.program, header.lanes, set(), file)
             if current and trace is not None:
-                trace.first_steps.add(header["first_step"])
+                trace.first_steps.add(header.first_step)
         elif match := re.match(r'\{"step":(\d+),', line):
             if current and trace is not None:
                 trace.lines[int(match.group(1))] = (number, line)
@@ -226,18 +234,15 @@ def _lines(file: Path, notes: list[str]) -> Iterator[tuple[int, str, bool]]:
         raise InputError(f"{file} cannot be read: {error}") from None
 
 
-def _header(line: str, where: str) -> dict[str, Any]:
-    """A header's values, with `here`, `program` and `lanes` made of them."""
+def _header(line: str, where: str) -> _Header:
     try:
         values = json.loads(line)
         if tuple(values["columns"]) != COLUMNS:
             raise ValueError("the columns are of another version of threed")
-        values["here"] = Coordinate({axis: int(values[axis]) for axis in AXES})
-        values["lanes"] = [str(lane) for _, lane, *_ in values["train"]]
-        values["program"] = [_instruction(*fields) for _, _, *fields in values["train"]]
-        values["digest"] = str(values["digest"])
-        values["world_size"], values["first_step"] = int(values["world_size"]), int(values["first_step"])
-        return values
+        rows = values["train"]
+        return _Header(Coordinate({axis: int(values[axis]) for axis in AXES}),
+                       [_instruction(*fields) for _, _, *fields in rows], [str(lane) for _, lane, *_ in rows],
+                       str(values["digest"]), int(values["world_size"]), int(values["first_step"]))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise InputError(f"{where} is damaged: {type(error).__name__}: {error}") from None
 

@@ -6,13 +6,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from threed.base.quantity import show_bytes
 from threed.program.analysis import Analysis
 from threed.program.effects import effects
 from threed.program.in_words import slot_words, unit_words
-from threed.program.instruction import PARAMETER_KINDS, Instruction, Op, SlotKind
+from threed.program.instruction import PARAMETER_KINDS, Instruction, Op, Slot, SlotKind
 from threed.program.table import Table
 from threed.program.traffic import moved_by, sent_by
 
@@ -28,17 +28,11 @@ def origin(stages: Sequence[tuple[str, Sequence[Instruction]]], program: Sequenc
     return next((name for name, stage in stages if Counter(stage)[item] > turn), None)
 
 
-class SlotUse(NamedTuple):
-    slot: str
-    holds: str  # in words
-    tier: str
-    bytes: int
-
-
 @dataclass(frozen=True)
 class Explanation:
-    """One instruction: all that the plan says about it."""
+    """All that the plan says about one instruction."""
 
+    table: Table
     program: str
     position: int
     index: int
@@ -46,7 +40,7 @@ class Explanation:
     of: str  # the unit
     lane: str
     when: str | None
-    slots: dict[str, list[SlotUse]]  # reads, writes, adds to, updates, frees
+    slots: dict[str, Sequence[Slot]]  # reads, writes, adds to, updates, frees
     after: list[str]  # instructions whose results it uses, or whose memory it writes
     waits: list[str]  # those that wait for it
     groups: list[str]
@@ -57,7 +51,9 @@ class Explanation:
     origin: str | None = None  # the pass that put it in
 
     def document(self) -> dict[str, Any]:
-        uses = {what: [slot._asdict() for slot in slots] for what, slots in self.slots.items()}
+        uses = {what: [{"slot": str(slot), "holds": slot_words(slot.kind, self.table), "tier": str(slot.tier),
+                        "bytes": self.table.size(slot)} for slot in slots]
+                for what, slots in self.slots.items()}
         return {"rank": self.rank, "program": self.program, "position": self.position, "index": self.index,
                 "instruction": self.instruction, "of": self.of, "lane": self.lane, "when": self.when, **uses,
                 "after": self.after, "waits for it": self.waits, "groups": self.groups, "sends": self.sends,
@@ -76,9 +72,8 @@ def explain(analysis: Analysis, name: str, position: int, index: int) -> Explana
     uses = {"reads": effect.reads, "writes": effect.writes, "adds to": effect.adds, "updates": effect.updates,
             "frees": effect.frees}
     return Explanation(
-        name, position, index, str(item), _name(item, table), effect.lane, _when(item),
-        {what: [SlotUse(str(slot), slot_words(slot.kind, table), str(slot.tier), table.size(slot))
-                for slot in slots] for what, slots in uses.items() if slots},
+        table, name, position, index, str(item), _name(item, table), effect.lane, _when(item),
+        {what: slots for what, slots in uses.items() if slots},
         [f"{at}  {program[at]}" for at in before[index]],
         [f"{at}  {program[at]}" for at, earlier in enumerate(before) if index in earlier],
         list(effect.groups), {axis: size for axis, size in sent_by(table, item).items() if size},
@@ -113,8 +108,9 @@ def show(found: Explanation) -> str:
     lines += [_line("when", found.when)] if found.when else []
     for what, slots in found.slots.items():
         for slot in slots:
-            size = f", {show_bytes(slot.bytes)}" if slot.bytes else ""
-            lines.append(_line(what, f"{slot.slot} (on the {slot.tier}{size}): {slot.holds}"))
+            size = f", {show_bytes(held)}" if (held := found.table.size(slot)) else ""
+            lines.append(_line(what, f"{slot} (on the {slot.tier}{size}): "
+                                     f"{slot_words(slot.kind, found.table)}"))
     sizes = [f"{show_bytes(size)} over {axis}" for axis, size in found.sends.items()]
     moved = [f"{show_bytes(size)} by {lane}" for lane, size in found.moves.items()]
     lines += [_line("sends", "; ".join(sizes))] if sizes else []

@@ -19,7 +19,7 @@ from threed.interop.hf.fitting import family_for
 from threed.interop.hf.names import HFFamily, TensorRow
 from threed.interop.hf.places import ADAPTER, read
 from threed.interop.hf.slices import TensorPart
-from threed.interop.hf.source import Trained
+from threed.interop.hf.source import Exported, Trained
 from threed.interop.hf.tensors import NAMES, FileWriter, headers_of
 from threed.models.layers.parts import Adapter
 from threed.models.model import adapters
@@ -45,9 +45,9 @@ def merge(whole: torch.Tensor, name: str, trained: Trained) -> None:
 
 
 def export_adapters(run: Path, output: Path, dtype: str | None = None, like: Path | None = None,
-                    say: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
+                    say: Callable[[str], None] = lambda line: None) -> Exported:
     """Write the adapters of a run as PEFT's folder. `dtype`: fp32 (None), bf16 or fp16; `like`: the folder of
-    the base model. InputError where PEFT has no such adapters. Returns what was written."""
+    the base model. InputError where PEFT has no such adapters."""
     if dtype is not None and dtype not in NAMES:
         raise InputError(f"--dtype {dtype}: give {', '.join(NAMES)}")
     with Trained(run, like) as trained:
@@ -72,7 +72,7 @@ def export_adapters(run: Path, output: Path, dtype: str | None = None, like: Pat
                     writer.write(name, TensorPart(each, tuple(each.shape)))
             notes = writer.close()
             (aside / CONFIG).write_text(kept.text_of(_described(family, model, list(modules.values()), base)))
-        return {**trained.summary(family.model_type, output), "notes": notes}
+        return trained.exported(family.model_type, output, notes)
 
 
 def _names(module: str) -> tuple[str, str]:

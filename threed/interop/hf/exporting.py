@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from threed.base.errors import InputError
 from threed.base.progress import Progress
@@ -28,7 +28,7 @@ from threed.interop.hf.fitting import family_for
 from threed.interop.hf.importing import TIED
 from threed.interop.hf.names import HFFamily, TensorRow
 from threed.interop.hf.places import INDEX, read
-from threed.interop.hf.source import Trained
+from threed.interop.hf.source import Exported, Trained
 from threed.interop.hf.stacked import unstack
 from threed.interop.hf.tensors import NAMES, WORDS, FileWriter, entries_of, headers_of, index_text
 from threed.models.model import parameters
@@ -39,11 +39,11 @@ SHARD = 5 * 10**9  # bytes of a file, as transformers cuts
 
 
 def export_model(run: Path, output: Path, dtype: str | None = None, like: Path | None = None,
-                 say: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
+                 say: Callable[[str], None] = lambda line: None) -> Exported:
     """Export the run whose run.dir is `run`, or the checkpoint in the folder `run`. `dtype`: fp32, bf16 or
     fp16 of all tensors but biases of routers, which are fp32; None: as imported, else the run's. `like`: the
     folder of a model whose config.json, layout and tokenizer are followed; None: what the import kept in
-    RUN/huggingface. Returns what was written."""
+    RUN/huggingface."""
     if dtype is not None and dtype not in NAMES:
         raise InputError(f"--dtype {dtype}: give {', '.join(NAMES)}")
     with Trained(run, like) as trained:
@@ -66,7 +66,7 @@ def export_model(run: Path, output: Path, dtype: str | None = None, like: Path |
                              "transformers has no capacity and drops none, as threed's evaluation does")
             _write_rest(aside, replace(trained.config, model=model), layout, family, beside,
                         trained.home)
-        return {**trained.summary(family.model_type, output), "notes": notes}
+        return trained.exported(family.model_type, output, notes)
 
 
 class ExportFiles(NamedTuple):

@@ -65,13 +65,24 @@ class Source(NamedTuple):
     dropped: tuple[str, ...]  # tensors that are no weights
 
 
+class Imported(NamedTuple):
+    """What an import has written."""
+
+    family: str
+    checkpoint: Path
+    config: Path
+    parameters: int
+    bytes: int  # of the checkpoint
+    notes: list[str]
+
+
 def import_model(source: Path, output: Path, overrides: list[str] | None = None,
                  yaml_file: Path | None = None,
-                 say: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
+                 say: Callable[[str], None] = lambda line: None) -> Imported:
     """Import the folder of a model of transformers, or the folder around it in the hub's cache. `output`: the
     run.dir of a run to come, or a checkpoint's folder, such as PATH/step-00000000. `yaml_file`: the config to
-    write; None: config.yaml beside the checkpoints. Returns what was written. InputError where the model is
-    not one that threed has, and `overrides` do not say what it is to be instead."""
+    write; None: config.yaml beside the checkpoints. InputError where the model is not one that threed has,
+    and `overrides` do not say what it is to be instead."""
     source, notes = located(source)
     for note in notes:
         say(note)
@@ -117,9 +128,8 @@ def import_model(source: Path, output: Path, overrides: list[str] | None = None,
         if isinstance(error, OSError):
             raise InputError(f"{home} cannot be written: {error.strerror or error}") from None
         raise
-    return {"family": family.model_type, "checkpoint": str(checkpoint), "config": str(file),
-            "parameters": sum(each.numel for each in parameters(config.model)), "bytes": size,
-            "notes": [*notes, *strange]}
+    return Imported(family.model_type, checkpoint, file, sum(each.numel for each in parameters(config.model)),
+                    size, [*notes, *strange])
 
 
 def _tokenizer(source: Path, kept_file: Path) -> tuple[dict[str, Any], list[str]]:

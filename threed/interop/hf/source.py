@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 
@@ -29,6 +29,17 @@ from threed.interop.hf.tensors import PIECE
 from threed.monitor.folders import as_run
 from threed.schema import Config, RunConfig
 from threed.spec.parameter import Parameter
+
+
+class Exported(NamedTuple):
+    """What an export has written."""
+
+    family: str
+    step: int
+    folder: Path
+    files: list[str]
+    bytes: int
+    notes: list[str]
 
 
 class Trained:
@@ -93,11 +104,9 @@ class Trained:
         finally:
             shutil.rmtree(aside, ignore_errors=True)
 
-    def summary(self, family: str, output: Path) -> dict[str, Any]:
-        """What was written."""
-        return {"family": family, "checkpoint": str(self.path), "step": self.manifest.step,
-                "folder": str(output), "files": sorted(each.name for each in output.iterdir()),
-                "bytes": sum(each.stat().st_size for each in output.iterdir())}
+    def exported(self, family: str, output: Path, notes: list[str]) -> Exported:
+        return Exported(family, self.manifest.step, output, sorted(each.name for each in output.iterdir()),
+                        sum(each.stat().st_size for each in output.iterdir()), notes)
 
 
 def newest(run: Path) -> Path:

@@ -27,7 +27,8 @@ EPS = 1e-6  # relative
 
 def auto(p: int, m: int, times: Times, limit: float | None) -> tuple[Trial, Bound]:
     """`limit` in multiples of 1F1B's peak."""
-    return search(p, m, lambda place: StageTimes.equal(len(place), times[:3], len(place) // p, times.comm),
+    whole = times.f, times.b, times.w
+    return search(p, m, lambda place: StageTimes.equal(len(place), whole, len(place) // p, times.comm),
                   limit and limit * min(p, m))
 
 
@@ -60,7 +61,7 @@ def check_promises(seed: int, p: int, m: int) -> tuple[bool, bool]:
         if m >= schedule.least(p):
             place = schedule.place(p, v)
             named = play(schedule.make(p, m, v), place, StageTimes.equal(
-                len(place), times[:3], v, times.comm))
+                len(place), (times.f, times.b, times.w), v, times.comm))
             if limit is None or named.peak <= limit * min(p, m) * v + EPS:
                 assert total_s <= named.total_s * (1 + EPS), (seed, name)
                 worse |= span_s > named.span_s * (1 + EPS)

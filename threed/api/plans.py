@@ -32,17 +32,11 @@ from threed.prediction.predict import predict
 from threed.program import explain as explaining
 from threed.program import show as shows
 from threed.program import summary
+from threed.program import units as listed
 from threed.program.analysis import Analysis
 from threed.program.check import check as check_plan
 from threed.program.graphs import Graphs, graphs
 from threed.program.plan import Plan
-from threed.program.units import (
-    Contents,
-    compute_units,
-    parameter_units,
-    show_compute_units,
-    show_parameter_units,
-)
 from threed.schema import Config
 from threed.training.hooks import Callback
 
@@ -144,11 +138,13 @@ def show_text(analysis: Analysis, rank: int | None = None, program: str = "train
     plan, config = analysis.plan, config_of(analysis.plan)
     position = _position(plan, rank, program)
     _no_rank_of_units(rank, units)
+    if units is not None and _is_u(units):
+        return listed.show_compute_units(plan)
     if units is not None:
-        return show_compute_units(plan) if _is_u(units) else show_parameter_units(plan, _contents(plan))
+        return listed.show_parameter_units(plan, _contents(plan))
     if position is not None:
         return shows.listing(plan, position, program)
-    return (f"{make_mesh(config).draw()}\n\n{show_compute_units(plan, MOST_UNITS)}\n\n"
+    return (f"{make_mesh(config).draw()}\n\n{listed.show_compute_units(plan, MOST_UNITS)}\n\n"
             f"{config.parallel.schedule}, {config.num_microbatches} micro-batches{_groups(config)}"
             f"{_drawn(analysis, program, columns)}")
 
@@ -203,7 +199,7 @@ def explain(what: Config | Plan | Analysis, index: int, rank: int = 0,
 
 def list_units(plan: Plan, kind: str) -> list[dict[str, Any]]:
     """A row a compute unit (kind `u`) or a parameter unit (`p`)."""
-    return compute_units(plan) if _is_u(kind) else parameter_units(plan, _contents(plan))
+    return listed.compute_units(plan) if _is_u(kind) else listed.parameter_units(plan, _contents(plan))
 
 
 def _is_u(kind: str) -> bool:
@@ -212,7 +208,7 @@ def _is_u(kind: str) -> bool:
     return kind == "u"
 
 
-def _contents(plan: Plan) -> Contents:
+def _contents(plan: Plan) -> listed.Contents:
     return {index: [(placed.parameter.name, placed.shape) for placed in laid.placed]
             for index, laid in layouts(config_of(plan)).items()}
 

@@ -10,7 +10,7 @@ from threed.base.remember import remembering
 from threed.base.texttable import wrapped
 from threed.prediction import advise as advising
 from threed.prediction import host, peak
-from threed.prediction.hardware import DEFAULT, OF_CPUS, Hardware
+from threed.prediction.predict import machine_of
 from threed.prediction.report import show_costs
 from threed.schema import Config
 
@@ -27,11 +27,7 @@ class FitRequest(NamedTuple):
 
 def room_of(config: Config, asked: FitRequest) -> float:
     """Bytes of the device in question that a plan of the config may take."""
-    return peak.plan_room(_machine(asked, config), config, asked.memory)
-
-
-def _machine(asked: FitRequest, config: Config) -> Hardware:
-    return Hardware.parse(asked.hardware, OF_CPUS if config.run.device == "cpu" else DEFAULT)
+    return peak.plan_room(machine_of(asked.hardware, config), config, asked.memory)
 
 
 @remembering()
@@ -39,7 +35,7 @@ def fit(config: Config, asked: FitRequest,
         progress: Callable[[str], None]) -> tuple[dict[str, Any], list[str], str | None]:
     """Values for the document of `check`, texts to print, and why the config does not fit (None: it does, or
     there is no limit)."""
-    machine = _machine(asked, config)
+    machine = machine_of(asked.hardware, config)
     limit = asked.memory if asked.memory is not None else (
         peak.memory_of(machine, config) if asked.hardware else None)
     values, texts = {}, []

@@ -93,7 +93,7 @@ def predicted(what: Config | Plan, hardware: str = "", costs: str | Path | None 
               tokens: float | str | None = None, imbalance: float = 1.0) -> MachinePrediction:
     """What `predict` makes its document of."""
     check_type("hardware", hardware, str, 'a text such as "h100-sxm,adapter_gbps=200"')
-    room = plan_room(_machine(hardware, what), what) if isinstance(what, Config) else None
+    room = plan_room(machine_of(hardware, what), what) if isinstance(what, Config) else None
     machine, step = priced(analysed(what, room), hardware, costs, imbalance)
     return prediction(step, machine, parse_tokens(tokens), not hardware and costs is None)
 
@@ -125,7 +125,7 @@ def priced(analysis: Analysis, hardware: str, costs: str | Path | None,
         raise InputError(f"imbalance={imbalance:g}: measured costs have that of their run; leave one of the "
                          "two out")
     check_type("costs", costs, (str, Path, None), "the folder of a run, or its costs.json")
-    machine = _machine(hardware, config_of(plan))
+    machine = machine_of(hardware, config_of(plan))
     if costs is None:
         cost = analytic_cost(plan, machine, None, imbalance)
         return machine, PricedPlan(analysis, cost, machine.title, machine)
@@ -137,7 +137,7 @@ def priced(analysis: Analysis, hardware: str, costs: str | Path | None,
     return machine, PricedPlan(analysis, analytic_cost(plan, machine, measured), source)
 
 
-def _machine(hardware: str, config: Config) -> Hardware:
+def machine_of(hardware: str, config: Config) -> Hardware:
     return Hardware.parse(hardware, OF_CPUS if config.run.device == "cpu" else DEFAULT)
 
 

@@ -66,7 +66,7 @@ def find(p: int, m: int, times: Times, virtual: int | None, limit: float | None,
          seconds: float | None) -> Choice:
     """`auto` for p positions and m micro-batches. `seconds`: how much longer to search."""
     def equal(place: Sequence[int]) -> StageTimes:
-        return StageTimes.equal(len(place), times[:3], len(place) // p, times.comm)
+        return StageTimes.equal(len(place), (times.f, times.b, times.w), len(place) // p, times.comm)
 
     best, bound = search(p, m, equal, limit, virtual, seconds)
     return Choice(best.name, best.virtual, best.place, best.timed.order, bound)
@@ -137,7 +137,7 @@ def predict_bare(schedule: str, p: int, m: int, times: Times, virtual: int | Non
     if limit is not None and kept > limit + 1e-9:
         raise InputError(f"{schedule} keeps {kept:g} micro-batches at its peak, above the limit of "
                          f"{limit:g}; use --schedule auto")
-    cost, ideal = max(stage.span for stage in stages), m * sum(times[:3])
+    cost, ideal = max(stage.span for stage in stages), m * (times.f + times.b + times.w)
     found = BarePrediction(schedule, name, p, m, v, _rate(cost, ideal), when.total_s, stages)
     if bound is None:
         return found

@@ -185,12 +185,12 @@ def test_causes_and_bytes(toy):
         assert sum(row[cause] for cause in CAUSES) == pytest.approx(toy.predicted.step.step_s)
     assert {trace.name for trace in figures.causes(toy).data} <= {"compute", "p2p wait", "dp wait",
                                                                   "optimizer", "offload", "idle"}
-    sent = [row.holds.sent_bytes["pp"] for row in toy.stages]
+    sent = [row.summary.sent_bytes["pp"] for row in toy.stages]
     figure = figures.traffic(toy)
     titles = [note.text.strip("</b>") for note in figure.layout.annotations]
     trace = figure.data[titles.index("sent over pp")]
     assert list(numpy.array(trace.y) * byte_unit(max(sent)).size) == pytest.approx(sent)
-    moved = {lane for row in toy.stages for lane in row.holds.moved_bytes}
+    moved = {lane for row in toy.stages for lane in row.summary.moved_bytes}
     assert {f"moved on {lane}" for lane in moved} <= set(titles)
 
 

@@ -128,8 +128,8 @@ def test_what_it_costs():
     for link_gbps, blocked in ((1e6, False), (1e-4, True)):
         machine, costs = priced(Analysis(plan), f"link_gbps={link_gbps}", None)
         found = prediction(costs, machine)
-        saved = found.step.checkpoint
-        assert saved is not None and saved.bytes == max(row.holds.snapshot_bytes for row in found.step.stages)
+        saved, rows = found.step.checkpoint, found.step.stages
+        assert saved is not None and saved.bytes == max(row.summary.snapshot_bytes for row in rows)
         assert saved.copy_s > 0 and (saved.blocked_s > 0.01 * saved.copy_s) == blocked
         assert "a checkpoint copies" in show(found)
     machine, costs = priced(Analysis(plan_of("checkpoint.every=0")), "", None)

@@ -97,8 +97,8 @@ class Content:
         [index of an instruction]. Where an instruction frees, before its end, more of its slots than it has
         temporaries, the largest kind is as much smaller."""
         row, by_kind = self.stages[position], self.priced.analysis.memory(position).by_kind
-        fixed = {"parameters": row.holds.parameter_bytes, "gradients": row.holds.gradient_bytes,
-                 "optimizer state": row.holds.optimizer_bytes, "buffers": row.holds.buffer_bytes,
+        fixed = {"parameters": row.summary.parameter_bytes, "gradients": row.summary.gradient_bytes,
+                 "optimizer state": row.summary.optimizer_bytes, "buffers": row.summary.buffer_bytes,
                  "process and libraries" if self.machine.waits else "CUDA and NCCL": row.peak.taken_bytes}
         table = self.plan.table
         moving = {slot_words(kind, table): [*by_kind[kind]] for kind in activations(table) if kind in by_kind}

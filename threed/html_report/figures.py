@@ -29,7 +29,7 @@ END_COLOR = "#fbe3c8"  # of the first and the last unit
 def units(content: Content) -> Any:
     """The ranks of each position, its units, and its parameters."""
     go, make_subplots = plotly()
-    mesh, rows = content.mesh, [row.holds for row in content.stages]
+    mesh, rows = content.mesh, [row.summary for row in content.stages]
     shown = mesh.size <= CELLS
     figure = make_subplots(cols=3 if shown else 2, rows=1, shared_yaxes=True, horizontal_spacing=0.03,
                            column_widths=[0.3, 0.5, 0.2] if shown else [0.7, 0.3],
@@ -221,7 +221,7 @@ def _total(row: dict[str, float]) -> float:
 def traffic(content: Content) -> Any:
     """Bytes a step that a rank sends over each axis and moves over each link between tiers."""
     go, make_subplots = plotly()
-    rows = [row.holds for row in content.stages]
+    rows = [row.summary for row in content.stages]
     links = {f"sent over {axis}": [row.sent_bytes.get(axis, 0) for row in rows] for axis in sent_over(rows)}
     links |= {f"moved on {lane}": [row.moved_bytes.get(lane, 0) for row in rows]
               for lane in sorted({lane for row in rows for lane in row.moved_bytes})}

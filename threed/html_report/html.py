@@ -152,7 +152,7 @@ def _title(content: Content) -> str:
 
 
 def _head(content: Content) -> str:
-    config, found, step = content.config, content.predicted, content.predicted.step
+    config, predicted, step = content.config, content.predicted, content.predicted.step
     parallel = config.parallel
     tiles = [("step, predicted", show_seconds(step.step_s)),
              ("bubble, predicted", f"{step.bubble:.1%}"),
@@ -160,9 +160,9 @@ def _head(content: Content) -> str:
              ("ranks: " + content.mesh.text(), f"{content.mesh.size:,}"),
              (f"micro-batches, {parallel.schedule}", f"{config.num_microbatches:,}"),
              ("parameters", show_count(model_size(config))),
-             (f"{found.counted} a second, predicted", show_count(found.rate))]
-    if found.mfu is not None and not content.on_cpu:
-        tiles.append(("MFU, predicted", f"{found.mfu:.1%}"))
+             (f"{predicted.counted} a second, predicted", show_count(predicted.rate))]
+    if predicted.mfu is not None and not content.on_cpu:
+        tiles.append(("MFU, predicted", f"{predicted.mfu:.1%}"))
     measured = (("perf/step_s", "step, measured", show_seconds),
                 ("pipeline/bubble_measured", "bubble, measured", lambda share: f"{share:.1%}"),
                 ("perf/tokens_per_s", "tokens a second, measured", show_count),
@@ -176,7 +176,7 @@ def _head(content: Content) -> str:
             tiles.append((label, text(value)))
     if content.run and (time := spent(content.run.path)) is not None:
         tiles.append(("goodput: steps that count, of the time since the run began", f"{time.goodput:.1%}"))
-    return (f"<h1>{escape(_title(content))}</h1><p>{escape(show_report(found).splitlines()[0])}; plan "
+    return (f"<h1>{escape(_title(content))}</h1><p>{escape(show_report(predicted).splitlines()[0])}; plan "
             f"{step.digest}, threed {__version__}</p>"
             '<div class="tiles">' + "".join(f'<div class="tile"><b>{escape(text)}</b><span>{escape(label)}'
                                             "</span></div>" for label, text in tiles) + "</div>")

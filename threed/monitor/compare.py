@@ -67,6 +67,7 @@ class Compared:
 
 
 def compare(run: Path) -> Compared:
+    """Raises InputError where no step was traced, or of another plan."""
     traced = read_run(run)
     analysis = analyse(load_config(run))
     plan = analysis.plan
@@ -254,15 +255,15 @@ HEADS = {name: name.replace("_", " ") for name in ("step", *CAUSES)}
 MOST_RANKS = 64
 
 
-def show(found: Compared, columns: int | None = None) -> str:
-    """`columns`: of a terminal, if tables are to fit."""
-    step, ranks = found.step, found.ranks
+def show(compared: Compared, columns: int | None = None) -> str:
+    """As text. `columns`: of a terminal, if tables are to fit."""
+    step, ranks = compared.step, compared.ranks
     axes = [axis for axis in AXES if axis not in QUIET or any(row[axis] for row in ranks)]
-    shown = shown_causes([*ranks, *(row for stage in found.stages for row in stage.values())])
+    shown = shown_causes([*ranks, *(row for stage in compared.stages for row in stage.values())])
     heads = {name: HEADS[name] for name in ("step", *shown)}
     error = step.predicted / step.measured - 1.0 if step.measured else 0.0
-    lines = [f"{found.run}, plan {found.digest}, step{'s' if len(found.steps) > 1 else ''} "
-             + ", ".join(map(str, found.steps)),
+    lines = [f"{compared.run}, plan {compared.digest}, step{'s' if len(compared.steps) > 1 else ''} "
+             + ", ".join(map(str, compared.steps)),
              f"{show_seconds(step.measured)} a step measured, {show_seconds(step.predicted)} "
              f"predicted, {abs(error):.1%} {'more' if error > 0 else 'less'}",
              "predicted is when instructions run and what waits; the times of compute and STEP are the "
@@ -271,7 +272,7 @@ def show(found: Compared, columns: int | None = None) -> str:
              render(("", *heads.values(), "bubble"),
                     [(f"{f'pp{position}' if kind == 'predicted' else '':6}{kind}",
                       *(show_seconds(row[name]) for name in heads), f"{row['bubble']:.1%}")
-                     for position, stage in enumerate(found.stages) for kind, row in stage.items()],
+                     for position, stage in enumerate(compared.stages) for kind, row in stage.items()],
                     columns, fold=False),
              "", "and by rank, measured",
              render(("", *heads.values()), [
@@ -280,14 +281,14 @@ def show(found: Compared, columns: int | None = None) -> str:
                  columns)]
     if len(ranks) > MOST_RANKS:
         lines.append(f"... and {many(len(ranks) - MOST_RANKS, 'rank')} more")
-    if beside := [(lane, row.values()) for lane, row in found.offload.items()]:
+    if beside := [(lane, row["worked"], row["waited"]) for lane, row in compared.offload.items()]:
         lines += ["", render(("offload, mean of all ranks", "worked", "waited for", "hidden"), [
             (lane, *map(show_seconds, (worked, waited, max(0.0, worked - waited))))
-            for lane, (worked, waited) in beside], columns, fold=False)]
-    for title, rows in (("by op, mean of all ranks", found.ops),
-                        ("by lane, waiting for it included", found.lanes),
-                        ("by unit, on a rank that holds it", found.units)):
+            for lane, worked, waited in beside], columns, fold=False)]
+    for title, rows in (("by op, mean of all ranks", compared.ops),
+                        ("by lane, waiting for it included", compared.lanes),
+                        ("by unit, on a rank that holds it", compared.units)):
         lines += ["", render((title, "predicted", "measured"), [
             (f"{name:5} {row.name if isinstance(row, UnitSeconds) else ''}", show_seconds(row.predicted),
              show_seconds(row.measured)) for name, row in rows.items()], columns, fold=False)]
-    return "\n".join([*lines, *(f"note: {note}" for note in found.notes)])
+    return "\n".join([*lines, *(f"note: {note}" for note in compared.notes)])

@@ -138,11 +138,11 @@ def predict_bare(schedule: str, p: int, m: int, times: Times, virtual: int | Non
         raise InputError(f"{schedule} keeps {kept:g} micro-batches at its peak, above the limit of "
                          f"{limit:g}; use --schedule auto")
     cost, ideal = max(stage.span for stage in stages), m * (times.f + times.b + times.w)
-    found = BarePrediction(schedule, name, p, m, v, _rate(cost, ideal), when.total_s, stages)
+    predicted = BarePrediction(schedule, name, p, m, v, _rate(cost, ideal), when.total_s, stages)
     if bound is None:
-        return found
+        return predicted
     # Sums of the same numbers in another order may differ in the last digit.
-    return replace(found, bubble_rate_bound=_rate(min(cost, bound.span_s), ideal),
+    return replace(predicted, bubble_rate_bound=_rate(min(cost, bound.span_s), ideal),
                    step_time_bound=min(when.total_s, bound.total_s))
 
 
@@ -150,13 +150,13 @@ def _rate(cost: float, ideal: float) -> float:
     return (cost - ideal) / cost if cost else 0.0
 
 
-def show(found: BarePrediction) -> str:
-    lines = [f"{found.schedule} ({found.order}, {found.virtual_stages} stages a position): "
-             f"bubble rate {found.bubble_rate:.4f}, step time {found.step_time:.3f}"]
-    if found.bubble_rate_bound is not None:
-        lines.append(f"no order is below: bubble rate {found.bubble_rate_bound:.4f}, step time "
-                     f"{found.step_time_bound:.3f}")
-    for position, row in enumerate(found.stages):
+def show(predicted: BarePrediction) -> str:
+    lines = [f"{predicted.schedule} ({predicted.order}, {predicted.virtual_stages} stages a position): "
+             f"bubble rate {predicted.bubble_rate:.4f}, step time {predicted.step_time:.3f}"]
+    if predicted.bubble_rate_bound is not None:
+        lines.append(f"no order is below: bubble rate {predicted.bubble_rate_bound:.4f}, step time "
+                     f"{predicted.step_time_bound:.3f}")
+    for position, row in enumerate(predicted.stages):
         lines.append(f"pp{position}".ljust(6) + f"busy {row.busy:.3f}  span {row.span:.3f}  "
                      f"keeps {row.peak_activations:g}")
     return "\n".join(lines)

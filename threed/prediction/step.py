@@ -36,10 +36,10 @@ class StagePrediction:
     transfer_s: dict[str, float]  # for how long a link between tiers is busy, by lane
     host_s: float  # of steps of the optimizer on the host
     memory: list[tuple[float, int]]  # seconds since the step began, bytes of the device
-    holds: StageSummary
+    summary: StageSummary
 
     def document(self) -> dict[str, Any]:
-        held = self.holds
+        held = self.summary
         return {"bubble": self.bubble, "busy_s": self.busy_s,
                 "peak_bytes": {"device": self.peak.total, "disk": held.disk_bytes,
                                "host": held.host_bytes + held.snapshot_bytes},

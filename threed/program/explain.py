@@ -99,27 +99,27 @@ def _when(item: Instruction) -> str | None:
     return None
 
 
-def show(found: Explanation) -> str:
-    lines = [f"program '{found.program}', position pp{found.position}, instruction {found.index}: "
-             f"{found.instruction}",
-             _line("of", found.of),
-             _line("put in by", f"the pass '{found.origin}'" if found.origin else "no pass"),
-             _line("lane", found.lane)]
-    lines += [_line("when", found.when)] if found.when else []
-    for what, slots in found.slots.items():
+def show(explained: Explanation) -> str:
+    lines = [f"program '{explained.program}', position pp{explained.position}, instruction "
+             f"{explained.index}: {explained.instruction}",
+             _line("of", explained.of),
+             _line("put in by", f"the pass '{explained.origin}'" if explained.origin else "no pass"),
+             _line("lane", explained.lane)]
+    lines += [_line("when", explained.when)] if explained.when else []
+    for what, slots in explained.slots.items():
         for slot in slots:
-            size = f", {show_bytes(held)}" if (held := found.table.size(slot)) else ""
+            size = f", {show_bytes(held)}" if (held := explained.table.size(slot)) else ""
             lines.append(_line(what, f"{slot} (on the {slot.tier}{size}): "
-                                     f"{slot_words(slot.kind, found.table)}"))
-    sizes = [f"{show_bytes(size)} over {axis}" for axis, size in found.sends.items()]
-    moved = [f"{show_bytes(size)} by {lane}" for lane, size in found.moves.items()]
+                                     f"{slot_words(slot.kind, explained.table)}"))
+    sizes = [f"{show_bytes(size)} over {axis}" for axis, size in explained.sends.items()]
+    moved = [f"{show_bytes(size)} by {lane}" for lane, size in explained.moves.items()]
     lines += [_line("sends", "; ".join(sizes))] if sizes else []
     lines += [_line("moves", "; ".join(moved))] if moved else []
-    lines += [_line("with ranks", _some(found.ranks))] if found.ranks else []
-    for what, rows in (("after", found.after), ("waits for it", found.waits)):
+    lines += [_line("with ranks", _some(explained.ranks))] if explained.ranks else []
+    for what, rows in (("after", explained.after), ("waits for it", explained.waits)):
         lines += [_line(what if at == 0 else "", row) for at, row in enumerate(rows[:SHOWN])]
         lines += [_line("", f"and {len(rows) - SHOWN} more")] if len(rows) > SHOWN else []
-    if not found.waits:
+    if not explained.waits:
         lines.append(_line("waits for it", "nothing in this program"))
     return "\n".join(lines)
 

@@ -1,4 +1,4 @@
-"""Random layouts, and what short plans, the memory filter and the full plan say of each."""
+"""Random layouts, and what short plans and the full plan say of each."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from threed.config.validate import validate
 from threed.layout_search.best_first import Search, SearchResult
 from threed.layout_search.bounds import Bounds
 from threed.layout_search.layout import Layout, config_of, schedules
-from threed.layout_search.memory_filter import MemoryFilter
 from threed.layout_search.request import Question, ask
 from threed.layout_search.short_plan import ShortPlans
 from threed.models.tiling import folds_of
@@ -19,9 +18,8 @@ from threed.planner import make_plan
 from threed.prediction.analytic import cost
 from threed.prediction.contention import step
 from threed.prediction.hardware import Hardware
+from threed.prediction.peak import fullest, peaks
 from threed.program.analysis import Analysis
-from threed.program.plan import Plan
-from threed.program.summary import stages
 from threed.schedules.orders import SCHEDULES
 from threed.schema import Config
 
@@ -34,8 +32,8 @@ class Compared(NamedTuple):
     layout: Layout
     fast_s: float
     full_s: float
-    fast_bytes: int  # without CUDA and NCCL
-    full_bytes: int  # without temporaries, unless they are measured
+    fast_bytes: int  # of the fullest rank
+    full_bytes: int
 
     @property
     def error(self) -> float:
@@ -57,7 +55,7 @@ def draw(rng: random.Random, bounds: Bounds) -> Layout:
     tp, dp, pp = rng.choice((1, 1, 2, 4, 8)), rng.choice((1, 2, 4, 8, 16)), rng.choice((1, 2, 3, 4))
     schedule = rng.choice(schedules()) if pp > 1 else "1f1b"
     stage, policy = rng.randrange(4) if dp > 1 else 1, rng.choice(("none", "selective", "full"))
-    tiles, reduced = bounds.units().tiles(tp), bounds.config.precision.dtype
+    tiles, reduced = bounds.tiles(Layout(tp)), bounds.config.precision.dtype
     layout = Layout(
         tp, pp, dp, rng.choice(("pp-dp-tp", "dp-pp-tp")), schedule, SCHEDULES[schedule].virtual or 2,
         rng.choice((1, 2)), tp > 1 and rng.random() < 0.5, stage,
@@ -73,11 +71,9 @@ def draw(rng: random.Random, bounds: Bounds) -> Layout:
     return layout._replace(ep=rng.choice(runs), sequence_parallel=tp > 1)
 
 
-def compared(base: Config, hardware: Hardware, seed: int, count: int, most: int = 16,
-             temporaries: bool = False) -> Iterator[Compared]:
-    """So many layouts that can run, of at most `most` micro-batches. `temporaries`: they count, too."""
+def compared(base: Config, hardware: Hardware, seed: int, count: int, most: int = 16) -> Iterator[Compared]:
+    """So many layouts that can run, of at most `most` micro-batches."""
     rng, bounds = random.Random(seed), Bounds(base, hardware)
-    memory_filter = MemoryFilter(bounds)
     while count:
         layout = draw(rng, bounds)
         config = config_of(layout, base)
@@ -88,22 +84,10 @@ def compared(base: Config, hardware: Hardware, seed: int, count: int, most: int 
         except ThreedError:
             continue  # a schedule that needs more micro-batches, or more units
         count -= 1
-        full = max(held(plan, temporaries))
-        total_s = step(Analysis(plan), cost(plan, hardware), hardware).total_s
-        yield Compared(layout, short_s(config, hardware), total_s,
-                       memory_filter.bytes(layout) - memory_filter.taken(layout), full)
-
-
-def held(plan: Plan, temporaries: bool = True) -> list[int]:
-    """By position."""
-    analysis = Analysis(plan)
-    rows = stages(analysis)
-    if not temporaries:
-        return [row.fixed_bytes + row.activation_peak_bytes for row in rows]
-    from threed.prediction.transient import peak_bytes, temporaries_of  # torch
-
-    held = temporaries_of(plan)
-    return [row.fixed_bytes + peak_bytes(analysis, position, held) for position, row in enumerate(rows)]
+        analysis, short = Analysis(plan), ShortPlans(config, hardware)
+        total_s = step(analysis, cost(plan, hardware), hardware).total_s
+        yield Compared(layout, short.step_s(), total_s, short.peak_bytes(),
+                       fullest(peaks(analysis, hardware)).total)
 
 
 def searched(devices: int, *overrides: str, memory: float = 80e9,

@@ -102,10 +102,10 @@ def predicted(overrides: Sequence[str], hardware: str) -> Times:
     return Times(values["step_time"], fmean(stage["busy_s"] for stage in values["stages"]))
 
 
-def measured(overrides: Sequence[str], folder: Path) -> Times:
+def measured(overrides: Sequence[str], folder: Path, config: str = "configs/toy.yaml") -> Times:
     """Medians over the later steps of a run."""
     run = folder / "run"
-    command = [sys.executable, "-m", "threed", "train", "configs/toy.yaml", *BASE, *overrides,
+    command = [sys.executable, "-m", "threed", "train", config, *BASE, *overrides,
                f"run.dir={run}"]
     done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
                           check=False)

@@ -5,8 +5,8 @@ searches with their seconds.
     python -m bench.foresight.search --layouts 60                                                 # a minute
 
 Layouts are drawn as in tests/layouts.py, over three models and two machines: one whose links are fast, and
-one on which traffic decides. A step's time is compared with that of `threed predict`, memory with what
-`threed check --memory` measures: with temporaries, without CUDA and NCCL.
+one on which traffic decides. A step's time, and the memory of the fullest rank, are compared with those of
+`threed predict`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def errors(count: int) -> Iterator[str]:
         base = threed.load(f"configs/{name}.yaml",
                            [f"model.layers={layers}", f"train.global_batch_size={batch}", *QUIET])
         with remembering():
-            some = list(compared(base, Hardware.parse(machine), 11, -(-count // len(cases)), most, True))
+            some = list(compared(base, Hardware.parse(machine), 11, -(-count // len(cases)), most))
         yield line(f"{name}, {layers} layers, batch {batch}", machine, some)
         rows += some
     yield line("all", "", rows)

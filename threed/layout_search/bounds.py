@@ -1,39 +1,64 @@
-"""Bounds: a step that none is shorter than, without a plan.
+"""Bounds: what no layout is below, without a plan of it: the price of units for all micro-batches of the
+busiest position, and the bytes of parameters, gradients and optimizer state.
 
-Prices of compute units are summed, as the plan has them, with the exchanges for which they wait. Nothing
-communicates between positions; over dp goes what each micro-batch sends, and what a step's start and end wait
-for; to the host, what each micro-batch reduces. No step is shorter.
+Prices and sizes are those of a table of all units on one position.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Mapping
+import itertools
+import math
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from operator import add
+from typing import Any, NamedTuple, TypeVar
 
-from threed.base.mesh import GROUPS
-from threed.features.zero.plan import window
+from threed.base.errors import InputError
+from threed.base.mesh import axes_of
+from threed.base.quantity import BYTES
+from threed.config.stages import stage_runs
 from threed.layout_search.layout import Layout, config_of
-from threed.layout_search.short_plan import filling_count, steady_count
-from threed.layout_search.units import MicroBatchCut, Units
+from threed.layout_search.short_plan import FORWARDS_FIRST, steady_count
+from threed.models.tiling import cut_layers
+from threed.planner.auto import marked_table
+from threed.planner.facts import make_mesh, make_table, stage_sizes
+from threed.planner.passes import Pipeline
 from threed.prediction.analytic import cost
-from threed.prediction.hardware import Hardware
-from threed.program.instruction import Instruction, Op
+from threed.prediction.hardware import Hardware, places
+from threed.program.instruction import Instruction, Op, Slot, SlotKind
 from threed.program.plan import Plan
-from threed.schedules.orders import SCHEDULES
+from threed.program.summary import unit_bytes
+from threed.program.table import Table
+from threed.schedules.orders import SCHEDULES, Order, Task
+from threed.schedules.timed import StageTimes, spans
 from threed.schema import Config
 
+T = TypeVar("T")
 
-class PartSeconds(NamedTuple):
-    """What a layout does to a parameter unit, or to those of a compute unit: seconds."""
 
-    windowed: float = 0.0  # to gather it each time that it comes into the window of residency
-    gather: float = 0.0  # to gather it at all
-    often: float = 0.0  # to reduce its gradient in a micro-batch
-    lower: float = 0.0  # to take the reduced part to the host
-    reduce: float = 0.0  # at the end of a step
-    step: float = 0.0  # the optimizer's step; 0 where something else may run meanwhile
+class UnitPrice(NamedTuple):
+    """Of a compute unit, or of a stage, and a micro-batch."""
+
+    forward: float  # seconds
+    backward: float  # seconds
+    again: float  # seconds of forward, computed again (a position may do this while it waits for a gradient)
+    weight: float  # seconds of the half of backward that computes gradients of weights
+    saved: int  # bytes from forward to backward
+
+
+class Filled(NamedTuple):
+    """Of the order of a schedule."""
+
+    step_s: float
+    saved_bytes: list[int]  # by position: for the backward, at their most
+
+
+class UnitBytes(NamedTuple):
+    """Of a parameter unit, on the device."""
+
+    fixed: int  # all the time
+    gathered: int  # of its weights, where they come and go
+    gradient: int  # of its whole gradient, where that comes and goes
 
 
 class Bounds:
@@ -41,218 +66,233 @@ class Bounds:
 
     def __init__(self, config: Config, hardware: Hardware):
         self.config, self.hardware = config, hardware
-        self._units: dict[object, Units] = {}
-        self._bounds: dict[object, tuple[list[float], float, float]] = {}
-        self._stage_times: dict[object, list[tuple[float, ...]]] = {}
-        self._known: dict[object, tuple[list[PartSeconds], PartSeconds]] = {}
+        self._known: dict[object, Any] = {}
+
+    def _once(self, key: object, make: Callable[[], T]) -> T:
+        if key not in self._known:
+            self._known[key] = make()
+        return self._known[key]
+
+    def step_s(self, layout: Layout) -> float:
+        """Seconds: no step is shorter. The first forward of a position waits for those of the stages before
+        its first one; then it computes all of its micro-batches."""
+        place = place_of(layout.schedule, layout.pp, layout.virtual_stages)
+        stages, m = self._stage_prices(layout), self.microbatches(layout)
+        return max(m * computes + sum(stage.forward for stage in stages[:place.index(position)])
+                   for position, computes in enumerate(self._busy(layout)))
 
     def microbatches(self, layout: Layout) -> int:
         return self.config.train.global_batch_size // (layout.micro_batch_size * layout.dp)
 
-    def units(self, tiles: str | None = None, tp: int = 1) -> Units:
-        """The units of the model. Without tiles they are the same for each tp."""
-        key = (tiles, 1 if tiles is None else tp)
-        if key not in self._units:
-            self._units[key] = Units(self.config, self.hardware, *key)
-        return self._units[key]
-
-    def cut(self, layout: Layout) -> MicroBatchCut:
-        order = layout.axis_order
-        near = order.endswith("tp") and (layout.ep <= layout.tp or order == "pp-dp-tp")
-        mesh = None if near or layout.tp == layout.ep == 1 else (order, layout.pp, layout.dp)
-        return MicroBatchCut(layout.tp, layout.sequence_parallel, layout.micro_batch_size, layout.policy,
-                             layout.every, layout.tile_linears, layout.ep, mesh)
-
-    def step_s(self, layout: Layout) -> float:
-        """No step is shorter: all micro-batches of the busiest position; or, without messages, the last
-        position waits for the first forward of those before it, computes all of its micro-batches, and they
-        do its last backward. (Halves of backwards for weights' gradients may run meanwhile. The unit of the
-        loss, which may not be computed again, counts once.)"""
-        m = self.microbatches(layout)
-        busy, before, weights = self._busy(layout)
-        return max(m * (busy[-1] - weights) + before, self._most_s(layout, m, True))
-
     def microbatch_s(self, layout: Layout) -> float:
-        """No micro-batch of a steady state takes less: what a position sends over dp; or what it computes,
-        which takes longer meanwhile."""
-        return self._most_s(layout, 1, False)
+        """Seconds: no micro-batch of a steady state takes less."""
+        return max(self._busy(layout))
 
-    def _most_s(self, layout: Layout, m: int, ends: bool) -> float:
-        """Of so many micro-batches, at the position where it is most. `ends`: with a step's start and end."""
-        busy, loss = self._busy(layout)[0], self.hardware.contention
-        if not layout.often:
-            return m * max(busy)
-        most_s = max(max(sends_s, m * computes_s + loss * sends_s) for computes_s, sends_s in zip(
-            busy, (m * each_s + ends * more_s for each_s, more_s in self._sent(layout)), strict=True))
-        return max(most_s, m * max(self._lowered(layout)))
+    def filled(self, layout: Layout) -> Filled:
+        """What the order of its schedule takes, with messages and updates that take no time."""
+        m, p, v = self.microbatches(layout), layout.pp, layout.virtual_stages
+        count, stages = steady_count(layout.schedule, p, m), self._stage_prices(layout)
+        order, place = order_of(layout.schedule, p, count, v, layout.pair), place_of(layout.schedule, p, v)
+        times = StageTimes([each.forward for each in stages],
+                           [each.backward - each.weight for each in stages], [each.weight for each in stages])
+        at_work = spans(order, place, times)
+        end_s = max(end for _, end in at_work)
+        step_s = end_s if m == count else 0.0
+        for (start, end), busy, tasks in zip(at_work, self._busy(layout), order, strict=True):
+            # No other position waits for the gradients of weights.
+            step_s = max(step_s, start + m * busy + (end_s - end if tasks[-1].kind != "W" else 0.0))
+        all_saved = m if layout.schedule in FORWARDS_FIRST else count
+        return Filled(step_s, [most_saved(tasks, stages) * all_saved // count for tasks in order])
 
-    def _lowered(self, layout: Layout) -> list[float]:
-        """Seconds by position in which each micro-batch takes reduced gradients to the host."""
-        kinds, same = self._prices(layout)[0], self.units(layout.tile_linears, layout.tp).same
-        rows = [0.0] * layout.pp
-        for position, (first, stop) in self._stages(layout):
-            rows[position] += sum(kinds[kind].lower for kind in same[first:stop])
-        return rows
+    def reduced_s(self, layout: Layout) -> float:
+        """Seconds: no step is shorter that reduces its gradients: after each micro-batch, or at the end;
+        where a position has one stage, in its last micro-batch."""
+        if layout.dp == 1:
+            return 0.0
+        units, m = self._reduced(layout), self.microbatches(layout)
+        takes = [0.0] * layout.pp
+        for position, stage in self._placed(layout):
+            takes[position] += sum(units[stage])
+        if layout.stage >= 2 and layout.reduce_every == 1:
+            return m * max(takes)
+        busy = self._busy(layout)
+        before = [m * busy[position] - stage.again - stage.backward for (position, _), stage in zip(
+            self._placed(layout), self._stage_prices(layout), strict=True)]
+        return max(map(add, takes, before)) if len(before) == layout.pp else max(takes)
 
-    def _sent(self, layout: Layout) -> list[tuple[float, float]]:
-        """Seconds by position for which each micro-batch sends over dp, to reduce gradients, if they are
-        reduced each time, and to gather what is not resident; and a step's start and end besides."""
-        (kinds, tied), same = self._prices(layout), self.units(layout.tile_linears, layout.tp).same
-        stages, last = self._stages(layout), len(same) - 1
-        sent = [[0.0, 0.0] for _ in range(layout.pp)]
-        for position, (first, stop) in stages:
-            sent[position][0] += sum(kinds[kind].often for kind in same[first:stop])
-        for position in {stages[0][0], stages[-1][0]}:
-            sent[position][0] += tied.often
-        if layout.stage == 3 and layout.residency != "step":
-            cut = tuple([(unit,) * (kinds[kind].windowed > 0)
-                         + (TIED,) * (tied.windowed > 0 and unit in (0, last))
-                         for unit, kind in enumerate(same)])
-            for row, times in zip(sent, gathers(
-                    layout.schedule, layout.pp, self.microbatches(layout), layout.virtual_stages,
-                    layout.residency, tuple(stages), cut), strict=True):
-                for at, counts in enumerate(times):
-                    row[at] += sum(count * (tied if unit == TIED else kinds[same[unit]]).windowed
-                                   for unit, count in counts.items())
-        return [(each_s, more_s) for each_s, more_s in sent]
+    def fixed_bytes(self, layout: Layout) -> list[int]:
+        """By position: bytes of what is on the device all the time: parameters, gradients, optimizer state,
+        and buffers for what comes and goes."""
+        alone = layout.of_parameters()
+        units = self._once(("bytes", alone), lambda: _fixed(self._table(alone)))
+        rows: list[list[dict[int, UnitBytes]]] = [[] for _ in range(layout.pp)]  # of each stage
+        for position, stage in self._placed(layout):
+            # (a tied embedding counts once)
+            rows[position].append({p: each for unit in units[stage] for p, each in unit.items()})
+        # Between micro-batches the gradients of all units are whole.
+        summed = layout.reduce_every == "step" and self.microbatches(layout) > 1
+        return [_held(row, layout.residency, summed) for row in rows]
 
-    def _stages(self, layout: Layout) -> list[tuple[int, tuple[int, int]]]:
-        """Position, first unit and one past the last of each stage."""
-        split = self.units(layout.tile_linears, layout.tp).split(layout.pp * layout.virtual_stages)
-        assert split is not None, layout
-        return [*zip(place_of(layout.schedule, layout.pp, layout.virtual_stages), split, strict=True)]
+    def _busy(self, layout: Layout) -> list[float]:
+        """Seconds by position in which it computes a micro-batch."""
+        busy = [0.0] * layout.pp
+        for (position, _), stage in zip(self._placed(layout), self._stage_prices(layout), strict=True):
+            busy[position] += stage.forward + stage.again + stage.backward
+        return busy
 
-    def ends_s(self, layout: Layout) -> float:
-        """Seconds of a step in which nothing is computed: all waits for the first forward of the first stage,
-        and that for its parameters; and behind CLIP, which waits for all gradients, a position steps its own.
-        """
-        kinds, model = self._prices(layout)[0], self.units(layout.tile_linears, layout.tp)
-        stages, steps = self._stages(layout), [0.0] * layout.pp
-        for position, (first, stop) in stages:
-            steps[position] += sum(kinds[kind].step for kind in model.same[first:stop])
-        stop = stages[0][1][1]
-        gathered = [kinds[kind].gather for kind in model.same[:stop]]
-        computed = sum(unit.forward_s + unit.forward_wait_s
-                       for unit in model.of(self.cut(layout))[:stop - 1])
-        return max(gathered[0], sum(gathered) - computed) + max(steps)
+    def _stage_prices(self, layout: Layout) -> list[UnitPrice]:
+        units = self._prices(layout)
+        return [UnitPrice(*map(sum, zip(*units[stage], strict=True))) for _, stage in self._placed(layout)]
 
-    def reductions(self, layout: Layout) -> list[tuple[float, float]]:
-        """Seconds to reduce the gradients of each stage at a step's end: all, and the least of a unit."""
-        kinds, same = self._prices(layout)[0], self.units(layout.tile_linears, layout.tp).same
-        rows = ([kinds[kind].reduce for kind in same[first:stop]]
-                for _, (first, stop) in self._stages(layout))
-        return [(sum(row), min(row)) for row in rows]
+    def _placed(self, layout: Layout) -> list[tuple[int, slice]]:
+        """The position of each stage, and its units."""
+        ends = self.stages(layout)
+        assert ends is not None, layout
+        place = place_of(layout.schedule, layout.pp, layout.virtual_stages)
+        return [(position, slice(*each)) for position, each in zip(place, ends, strict=True)]
 
-    def _prices(self, layout: Layout) -> tuple[list[PartSeconds], PartSeconds]:
-        """Of each kind of compute unit, and of a tied embedding."""
-        key = (layout.tp, layout.dp, layout.pp * (layout.axis_order != "pp-dp-tp"),
-               layout.sequence_parallel, layout.stage, layout.shard_size, layout.reduce_every,
-               layout.reduce_dtype, layout.offload_optimizer, layout.tile_linears, layout.ep,
-               layout.micro_batch_size * layout.offload_optimizer)
-        if key not in self._known:
+    def stages(self, layout: Layout) -> list[tuple[int, int]] | None:
+        """The units of each stage: the first, and one past the last; None where the model has too few."""
+        count = len(place_of(layout.schedule, layout.pp, layout.virtual_stages))
+        return self._once(("stages", layout.of_model(), count), lambda: self._stages(layout, count))
+
+    def units(self, layout: Layout) -> int:
+        """Units between which stages can end."""
+        own = layout.of_model()
+        return self._once(("units", own), lambda: len(stage_runs(self._alone(own))))
+
+    def largest(self, layout: Layout) -> int:
+        """Elements of the largest parameter unit of one compute unit on a rank."""
+        def most() -> int:
+            units = make_table(self._alone(layout.of_model()), (0,)).parameters.values()
+            return max(unit.numel for unit in units if unit.name != "tied embedding")
+
+        return self._once(("largest", layout.of_model()), most)
+
+    def tiles(self, layout: Layout) -> tuple[str, ...]:
+        """Limits for tiles of the largest parameter unit, a few and more of them, that the model can have."""
+        def limits() -> tuple[str, ...]:
+            size = self.largest(layout) * BYTES[self.config.precision.dtype]
+            some = [f"{1 << (size // parts).bit_length() - 21}MiB" for parts in (2, 8) if size // parts >> 20]
+            return tuple(limit for limit in some if self._can_cut(layout._replace(tile_linears=limit)))
+
+        return () if self.config.model.own_layers else self._once(("tiles", layout.of_model()), limits)
+
+    def _can_cut(self, layout: Layout) -> bool:
+        try:
+            return any(len(cut) > 1 for cut in cut_layers(self._alone(layout.of_model())))
+        except InputError:  # a tied embedding is larger, or a cell is
+            return False
+
+    def _alone(self, layout: Layout) -> Config:
+        """The config of a layout on one position, and on as few ranks as its folds divide."""
+        config = config_of(layout, self.config)
+        config.parallel.stage_units, config.train.sample_every, config.offload.ratio = None, 0, 1.0
+        config.parallel.dp = max(layout.dp, math.prod(config.fold_sizes.values()))
+        return config
+
+    def _stages(self, layout: Layout, count: int) -> list[tuple[int, int]] | None:
+        config, asked = self._alone(layout.of_model()), self.config.parallel.stage_units
+        if count > self.units(layout) or (asked is not None and len(asked) != count):
+            return None
+        ends = [*itertools.accumulate(asked or stage_sizes(config, count), initial=0)]
+        return [*itertools.pairwise(ends)]
+
+    def _prices(self, layout: Layout) -> Sequence[UnitPrice]:
+        """Of each unit. The loss is not computed again: its backward may follow at once."""
+        alone = layout.of_units()
+        where = self._once(("places", layout.of_mesh()), lambda: self._places(layout))
+
+        def price() -> list[UnitPrice]:
             config = config_of(layout, self.config)
-            table = self.units(layout.tile_linears, layout.tp).table(config)
-            rows, away = table.parameters, config.offload
-            times = 0.0 if layout.stage < 2 or layout.reduce_every == "step" else 1 / config.reduce_every
-            meanwhile = layout.offload_optimizer and (away.overlap != "none" or away.ratio < 1)
-            lowers = {p: Instruction(Op.OFFLOAD, p, kind="gshard") for p, row in rows.items()
-                      if times and row.trains and table.shards.streams(p) and away.ratio == 1}
-            each = config.num_microbatches // config.reduce_every
-            programs = {"train": [tuple(lowers.values()) * each]} if lowers else {}
-            price = cost(Plan(table, programs, config), self.hardware)
+            table = marked_table(self._alone(alone), Pipeline([[]], (0,)))
+            seconds = cost(Plan(table, {}, config), self.hardware)
 
-            def seconds(p: int) -> PartSeconds:
-                row, gather_s, sums = rows[p], 0.0, [0.0]
-                if table.shards.is_cut(p):
-                    gather_s = price(0, Instruction(Op.GATHER, p, group=row.shard_group))
-                if row.trains:
-                    sums = [price(0, Instruction(Op.REDUCE, p, group=step.group)) for step in row.reductions
-                            if GROUPS[step.group].lane == GROUPS["dp"].lane]
-                return PartSeconds(gather_s * (not row.whole), gather_s, times * sums[0],
-                                   times * price(0, lowers[p]) if p in lowers else 0.0, sum(sums),
-                                   price(0, Instruction(Op.STEP, p)) if row.trains and not meanwhile else 0.0)
+            def of(unit: int) -> UnitPrice:
+                forward, backward, weight, again = (seconds(0, Instruction(op, unit, 0)) for op in (
+                    Op.FORWARD, Op.BACKWARD, Op.BACKWARD_WEIGHT, Op.RECOMPUTE))
+                repeated = table.units[unit].recompute and unit != table.last
+                some = table.units[unit].recompute or layout.policy == "budget"
+                saved = 0 if some else table.size(Slot(SlotKind.SAVED, unit))
+                return UnitPrice(forward, backward, again * repeated, weight, saved)
 
-            tied = [seconds(p) for p, row in rows.items() if row.name == "tied embedding"]
-            self._known[key] = [PartSeconds(*map(sum, zip(PartSeconds(), *(
-                seconds(p) for p in unit.parameters if rows[p].name != "tied embedding"), strict=True)))
-                for unit in table.units], tied[0] if tied else PartSeconds()
-        return self._known[key]
+            return [*map(of, range(len(table.units)))]
 
-    def _busy(self, layout: Layout) -> tuple[list[float], float, float]:
-        """Seconds of a micro-batch: by position; of a forward and a last backward before the last one; and
-        of the last one's halves for weights' gradients."""
-        p, v = layout.pp, layout.virtual_stages
-        key = self.cut(layout), layout.schedule, p, v
-        if key not in self._bounds:
-            place, busy, before, last = place_of(layout.schedule, p, v), [0.0] * p, 0.0, 0.0
-            halves = splits(layout.schedule)
-            for stage, (forward, backward, weight, again) in enumerate(self._stage_seconds(layout, key[0])):
-                busy[place[stage]] += forward + backward + again
-                last += weight * halves * (place[stage] == p - 1)
-                before += (forward + (backward - weight * halves)) * (stage < p - 1)
-            self._bounds[key] = busy, before, last
-        return self._bounds[key]
+        return self._once(("prices", alone, where, layout.policy), price)
 
-    def _stage_seconds(self, layout: Layout, cut: MicroBatchCut) -> list[tuple[float, ...]]:
-        """Of each stage: forward, backward, its half for weights' gradients, and what is computed again."""
-        key = cut, layout.pp * layout.virtual_stages
-        if key not in self._stage_times:
-            model = self.units(layout.tile_linears, layout.tp)
-            units, split = model.of(cut), model.split(key[1])
-            assert split is not None, layout
-            units = [*units[:-1], units[-1]._replace(again=False)]
-            self._stage_times[key] = [tuple(sum(column) for column in zip(*[
-                (unit.forward_s + unit.forward_wait_s, unit.backward_s + unit.backward_wait_s, unit.weight_s,
-                 unit.again_s * unit.again) for unit in units[first:stop]], strict=True))
-                for first, stop in split]
-        return self._stage_times[key]
+    def _reduced(self, layout: Layout) -> Sequence[float]:
+        """Seconds that a reduction of each unit's gradients takes, over its shard group. (A tied embedding's
+        is the first unit's.)"""
+        def price() -> list[float]:
+            table = self._table(layout)
+            seconds = cost(Plan(table, {}, config_of(layout, self.config)), self.hardware)
+            taken = set[int]()
+            result = []
+            for unit in table.units:
+                own = [p for p in unit.parameters if table.parameters[p].trains and p not in taken]
+                taken.update(own)
+                result.append(sum(seconds(0, Instruction(Op.REDUCE, p, group=table.parameters[p].shard_group))
+                                  for p in own if table.shards.reductions(p)))
+            return result
+
+        own = layout.of_mesh()._replace(stage=layout.stage, shard_size=layout.shard_size, reduce_dtype=
+                                        layout.reduce_dtype, tile_linears=layout.tile_linears)
+        return self._once(("reduced", own), price)
+
+    def _places(self, layout: Layout) -> object:
+        """How the groups lie in which ranks cut parameters."""
+        where = places(make_mesh(config_of(layout, self.config)), self.hardware.node_ranks)
+        return tuple([(axis, *vars(where[axis]).values()) for axis in axes_of("parameters")])
+
+    def _table(self, layout: Layout) -> Table:
+        """Of all units on one position."""
+        alone = layout.of_parameters()
+        return self._once(("table", alone), lambda: make_table(self._alone(alone), (0,)))
 
 
-# ---------------------------------------------------------------- of schedules
-
-
-TIED = -1  # the parameter unit of a tied embedding
-Gathered = Mapping[int, float]  # parameter unit -> how often it is gathered
-
-
-@lru_cache(2048)
-def gathers(name: str, p: int, m: int, v: int, residency: int | str | None,
-            stages: tuple[tuple[int, tuple[int, int]], ...],
-            cut: tuple[tuple[int, ...], ...]) -> list[tuple[Gathered, Gathered]]:
-    """By position, what is gathered for a micro-batch of a steady state, and for a step's start and end
-    besides: at three positions, since others are alike. `cut`: of each compute unit, what it has gathered.
-    `stages`: as Bounds._stages."""
-    def count(microbatches: int) -> list[Counter[int]]:
-        result = [Counter[int]() for _ in range(p)]
-        orders = SCHEDULES[name].make(p, microbatches, v)
-        for position in {0, p // 2, p - 1}:
-            tasks = orders[position]
-            used = [cut[unit] for task in tasks if task.kind != "W"
-                    for unit in range(*stages[task.stage][1])[::1 if task.kind == "F" else -1] if cut[unit]]
-            before = defaultdict[int, list[int]](list)
-            size = residency if isinstance(residency, int) else max(
-                len({held for unit in range(*units) for held in cut[unit]})
-                for where, units in stages if where == position)
-            window([(use, [*held]) for use, held in enumerate(used)], size, 1, before, defaultdict(list))
-            result[position].update(held for some in before.values() for held in some)
-        return result
-
-    less, more = filling_count(name, p, m), steady_count(name, p, m)
-    if less == more:
-        return [({}, counts) for counts in count(more)]
-    rows = []
-    for first, then in zip(count(less), count(more), strict=True):
-        each = {held: (times - first[held]) / (more - less) for held, times in then.items()}
-        rows.append((each, {held: first[held] - less * times for held, times in each.items()}))
-    return rows
+def _fixed(table: Table) -> list[dict[int, UnitBytes]]:
+    """Of each compute unit: parameter unit -> bytes."""
+    bytes_of = {p: _unit_bytes(table, p) for p in table.parameters}
+    return [{p: bytes_of[p] for p in unit.parameters} for unit in table.units]
 
 
 @lru_cache(512)
 def place_of(name: str, p: int, v: int) -> tuple[int, ...]:
+    """The position of each stage."""
     return SCHEDULES[name].place(p, v)
 
 
 @lru_cache(64)
-def splits(name: str) -> bool:
-    """Whether a schedule's last weights' gradients come from halves of backwards."""
-    return SCHEDULES[name].make(2, 4, 2)[0][-1].kind == "W"
+def order_of(name: str, p: int, m: int, v: int, pair: bool) -> Order:
+    return SCHEDULES[name].order(p, m, v, pair)
+
+
+def most_saved(tasks: Sequence[Task], stages: Sequence[UnitPrice]) -> int:
+    """Bytes at their most of what the tasks of a position save."""
+    now = most = 0
+    for task in tasks:
+        if task.kind != "W":
+            now += stages[task.stage].saved * (1 if task.kind == "F" else -1)
+            most = max(most, now)
+    return most
+
+
+def _held(stages: list[dict[int, UnitBytes]], residency: int | str | None, summed: bool) -> int:
+    """Bytes of a position's stages, with buffers. `summed`: whole gradients of all units at a time."""
+    whole = {p: each for stage in stages for p, each in stage.items()}
+    gathered = sorted((each.gathered for each in whole.values()), reverse=True)
+    if residency == "stage":
+        gathered = gathered[:max(sum(each.gathered > 0 for each in stage.values()) for stage in stages)]
+    elif residency != "step":
+        gathered = gathered[:residency or 1]
+    gradients = [each.gradient for each in whole.values()]
+    return (sum(each.fixed for each in whole.values()) + sum(gathered)
+            + (sum(gradients) if summed else max(gradients)))
+
+
+def _unit_bytes(table: Table, p: int) -> UnitBytes:
+    held = table.parameters[p]
+    comes = held.trains and not table.shards.in_place(p)
+    gathered = table.shards.is_cut(p) and not held.whole
+    return UnitBytes(unit_bytes(table, p), table.size(Slot(SlotKind.PARAM, p)) if gathered else 0,
+                     table.size(Slot(SlotKind.WEIGHT_GRAD, p)) if comes else 0)

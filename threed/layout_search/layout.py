@@ -70,6 +70,34 @@ class Layout(NamedTuple):
         return (self.tp, self.pp, family, self.often, self.policy == "full", self.offload_optimizer,
                 self.reduce_dtype, self.ep)
 
+    # What some things depend on, as a layout whose other fields are as by default
+
+    def of_model(self) -> Layout:
+        """The units of the model."""
+        return self.of_units()._replace(sequence_parallel=False, micro_batch_size=1, policy="none", every=1,
+                                        offload_activations=False, ep=1)
+
+    def of_mesh(self) -> Layout:
+        """Groups of ranks."""
+        return self.of_units()._replace(pp=self.pp, dp=self.dp, axis_order=self.axis_order)
+
+    def of_units(self) -> Layout:
+        """What a unit computes, but for where its ranks are."""
+        return self.of_activations()._replace(
+            pp=1, dp=1, shard_size=1, axis_order="pp-dp-tp", schedule="1f1b", virtual_stages=1, pair=False,
+            policy="none" if self.policy == "budget" else self.policy)
+
+    def of_parameters(self) -> Layout:
+        """What a rank holds of parameters all the time."""
+        return self._replace(pp=1, axis_order="pp-dp-tp", schedule="1f1b", virtual_stages=1,
+                             sequence_parallel=False, micro_batch_size=1, policy="none", every=1,
+                             offload_activations=False, pair=False)
+
+    def of_activations(self) -> Layout:
+        """What computes the same, with the same activations, and leaves parameters as they are."""
+        return self._replace(stage=0, shard_size=self.dp, residency=None, reduce_every=None,
+                             offload_optimizer=False, reduce_dtype=None)
+
     def text(self) -> str:
         """In a line: what a person would call it."""
         words = [f"tp {self.tp} pp {self.pp} dp {self.dp}" + f" ep {self.ep}" * (self.ep > 1)]

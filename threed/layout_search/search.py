@@ -13,7 +13,8 @@ from threed.base.errors import InputError, ThreedError, check_type
 from threed.base.quantity import BYTES, many, parse_memory, show_bytes, show_count, show_seconds
 from threed.base.texttable import wrapped
 from threed.config.load import checked
-from threed.layout_search.best_first import TRIES, Search, SearchResult, helps, making_plans
+from threed.layout_search.best_first import TRIES, Search, SearchResult, making_plans
+from threed.layout_search.helps import helps
 from threed.layout_search.layout import Layout
 from threed.layout_search.request import Question, ask, write
 from threed.layout_search.short_plan import ShortPlans
@@ -24,7 +25,7 @@ from threed.prediction.hardware import DEFAULT, OF_CPUS, Hardware
 if TYPE_CHECKING:
     from threed.prediction.advise import Needs
 
-_PLANNED = 20  # ideas about which the full plan decides
+_PLANNED = 12  # ideas about which the full plan decides
 _BY_PLAN = "does not fit, or cannot run, by the full plan"
 Progress = Callable[[str], None]
 
@@ -87,13 +88,6 @@ def _planned(asked: Question, searched: Search, result: SearchResult,
             return None
         return values if values.peak.total <= limit else None
 
-    def with_pairs(layout: Layout, plain: Needs) -> Needs | None:
-        """What is measured with parallel.pair, where that may fit. `plain`: without."""
-        peaks = [each.total for each in plain.peaks]
-        if searched.memory_filter.with_pairs(layout, peaks) > limit:
-            return None
-        return measured(layout._replace(pair=True))
-
     for each in result.timed:
         idea = each.layout.idea
         if idea in done or tries[idea] == TRIES:
@@ -108,7 +102,7 @@ def _planned(asked: Question, searched: Search, result: SearchResult,
             continue
         row = _row(asked, machine, layout, values)
         if fixed is None and _pairs_may_win(layout, row, best_s):
-            paired = with_pairs(layout, values)
+            paired = measured(layout._replace(pair=True))
             if paired is not None and paired.step_s < row["step_s"]:
                 row = _row(asked, machine, layout._replace(pair=True), paired)
         done.add(idea)

@@ -1,39 +1,41 @@
-"""Short plans: a layout's step, timed by real plans of few micro-batches in which alike units are one.
+"""Short plans: a layout's step and its memory, by real plans of few micro-batches.
 
     all micro-batches  =  those of a short plan  +  what one more takes x those that are left out
 
-The plans are made by the planner's own passes, and priced and walked as by `threed predict`.
-
-* Micro-batches: a schedule is periodic. After it is filled, p more micro-batches take as long as the p
-  before; or 2p, where positions wait for messages in turn. A short plan has a steady state, and as many
-  micro-batches modulo p as the real one.
-* Units: those of a stage that are alike become one that takes as long (`merge`).
+The plans are made by the planner's own passes, and priced, walked and measured as by `threed predict`. A
+schedule is periodic: after it is filled, p more micro-batches take as long as the p before; or 2p, where
+positions wait for messages in turn. A short plan has a steady state, and as many micro-batches modulo p as
+the real one. What is alive at a time has its most in a steady state, too; only orders with all forwards first
+keep more with each micro-batch.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
+from operator import add
 from typing import NamedTuple
 
 from threed.base.mesh import GROUPS
 from threed.layout_search.layout import copied, sends_often
-from threed.layout_search.merge import Merged, merged
 from threed.planner.auto import check_limit, make_pipeline, marked_table
 from threed.planner.passes import run_passes
+from threed.prediction import host
+from threed.prediction.analytic import cost
 from threed.prediction.contention import step
 from threed.prediction.hardware import Hardware
+from threed.prediction.peak import peaks
 from threed.program.analysis import Analysis
-from threed.program.instruction import COMPUTE, Instruction, Op
+from threed.program.instruction import COMPUTE, Instruction, Op, SlotKind
+from threed.program.summary import fixed_bytes, stages
 from threed.program.table import Table
-from threed.program.walk import Cost, Walk
+from threed.program.walk import Cost
 from threed.schedules.orders import SCHEDULES
-from threed.schema import Config, OffloadConfig, ZeroConfig
+from threed.schema import Config, OffloadConfig
 
 FORWARDS_FIRST = ("gpipe", "breadth-first")  # orders with the forwards of all micro-batches before backwards
-_MANY = 1 << 30  # micro-batches: more than a plan has
 _STEADY = 0.99  # of the pace: a steady state is not faster
 
 
@@ -49,55 +51,17 @@ def filling_count(name: str, p: int, m: int) -> int:
     return m if m <= fewest else fewest + (m - fewest) % p
 
 
-class ShortPlan(NamedTuple):
-    analysis: Analysis
-    merged: Merged
-
-    def cost(self, hardware: Hardware, free: Collection[Op] = (),
-             change: Callable[[Table], Table] = lambda table: table) -> Cost:
-        """Seconds of an instruction. `free`: what takes none. `change`: what makes tables of other prices."""
-        price = self.merged.cost(self.analysis.plan, hardware, free, change)
-
-        def seconds(position: int, item: Instruction) -> float:
-            return 0.0 if _counts_as(item) in free else price(position, item)
-
-        return seconds
-
-
-def short_plan(config: Config, microbatches: int, ends: bool = True,
-               tables: dict[object, Merged] | None = None) -> ShortPlan:
-    """The unchecked plan of so many micro-batches of a config. `ends`: as in `merged`. `tables`: those of
-    other short plans of the config, which share them. InputError where it keeps more than the config
-    allows."""
-    short, tables = _short(config, microbatches), {} if tables is None else tables
+def short_plan(config: Config, microbatches: int) -> Analysis:
+    """The unchecked plan of so many micro-batches of a config, of whose programs only the step counts.
+    InputError where it keeps more than the config allows."""
+    short = copied(config)
+    train = short.train
+    train.global_batch_size = microbatches * train.micro_batch_size * short.dp
+    train.eval_every = train.sample_every = short.checkpoint.every = short.run.verify_every = 0
     pipeline = make_pipeline(short)
-    # Tables differ by the number of micro-batches alone, which no pass reads, but for those of a budget, for
-    # which plans are made. (`merged` takes it that each number of zero.reduce_every is reached.)
-    about = short if config.activation.policy == "budget" else _short(config, _MANY)
-    key = pipeline.place, about.num_microbatches
-    if key not in tables:
-        tables[key] = merged(marked_table(about, pipeline), ends)
-    analysis = Analysis(run_passes(short, pipeline, tables[key].table))
+    analysis = Analysis(run_passes(short, pipeline, marked_table(short, pipeline)))
     check_limit(short, pipeline, analysis)
-    return ShortPlan(analysis, tables[key])
-
-
-def _short(config: Config, microbatches: int) -> Config:
-    """A config with so many micro-batches, of whose programs only the step counts."""
-    config = copied(config)
-    train = config.train
-    train.global_batch_size = microbatches * train.micro_batch_size * config.dp
-    train.eval_every = train.sample_every = config.checkpoint.every = config.run.verify_every = 0
-    return config
-
-
-class FreeStep(NamedTuple):
-    """A step with free traffic over dp and free updates: no step of a layout that computes the same is
-    shorter."""
-
-    step_s: float
-    microbatch_s: float  # of one more micro-batch
-    filling_s: float  # of a step of as few micro-batches as have a start and an end
+    return analysis
 
 
 class StepParts(NamedTuple):
@@ -123,100 +87,112 @@ class ShortPlans:
         # A limit of what is kept is about all micro-batches.
         whole = config.activation.policy == "budget" or config.parallel.activation_limit is not None
         about = config.parallel.schedule, self.p, self.m
+        more = self.p if config.parallel.pair else 0  # pairs run as many forwards ahead
         self._steady, self._filling = (self.m, self.m) if whole else (
-            steady_count(*about), filling_count(*about))
-        self._plans: dict[int, ShortPlan] = {}
-        self._tables, self._free_tables = dict[object, Merged](), dict[object, Merged]()
+            min(self.m, steady_count(*about) + more), min(self.m, filling_count(*about) + more))
+        self._plans: dict[int, Analysis] = {}
         # (micro-batches, what is free) -> seconds of a step
         self._times: dict[tuple[int, tuple[Op, ...]], float] = {}
 
-    def _plan(self, microbatches: int) -> ShortPlan:
+    @property
+    def _hides(self) -> bool:
+        return self.config.parallel.schedule in FORWARDS_FIRST
+
+    def _plan(self, microbatches: int) -> Analysis:
         if microbatches not in self._plans:
-            self._plans[microbatches] = short_plan(self.config, microbatches, tables=self._tables)
+            self._plans[microbatches] = short_plan(self.config, microbatches)
         return self._plans[microbatches]
 
+    # ------------------------------------------------------------ memory
+
+    def peak_bytes(self) -> int:
+        """Of the fullest position, with temporaries."""
+        return max(map(add, self._fixed_bytes(self._steady), self._most(self._working, self._steady)))
+
+    def fixed_bytes(self) -> list[int]:
+        """By position: bytes of what is there all the time, at least. It takes one plan."""
+        return self._fixed_bytes(self._filling)
+
+    @cached_property
+    def working_bytes(self) -> list[int]:
+        """By position: bytes of activations, temporaries, CUDA and communicators at their most, at least."""
+        return self._most(self._working, self._filling)
+
+    def _fixed_bytes(self, microbatches: int) -> list[int]:
+        analysis = self._plan(microbatches)
+        return [fixed_bytes(analysis, position) for position in range(self.p)]
+
+    def _working(self, microbatches: int) -> list[int]:
+        return [row.total - row.fixed_bytes for row in peaks(self._plan(microbatches), self.hardware)]
+
+    def _most(self, rows: Callable[[int], list[int]], microbatches: int) -> list[int]:
+        """What so many micro-batches take, by position; or all, where each adds to it."""
+        if not self._hides or self._steady == self.m:
+            return rows(microbatches)
+        each, left = self._steady - self._filling, self.m - self._steady
+        return [more + (more - less) * left // each
+                for more, less in zip(rows(self._steady), rows(self._filling), strict=True)]
+
+    def host_fits(self) -> bool:
+        """Whether what is off the device fits into the memory of the ranks' host."""
+        if self.config.offload == OffloadConfig():
+            return True
+        rows = stages(self._plan(self._steady))
+        return host.fits(host.use_of(self.config, self.hardware, rows), self.hardware)
+
+    # ------------------------------------------------------------ time
+
     def _timed(self, microbatches: int, free: tuple[Op, ...] = ()) -> float:
-        """Seconds of a step. Where all of _FREE is `free`, nothing waits for single units."""
+        """Seconds of a step."""
         key = microbatches, free
         if key not in self._times:
-            if free == _FREE:
-                plain = replace(self.config, zero=ZeroConfig(0), offload=OffloadConfig())
-                made = short_plan(plain, microbatches, False, self._free_tables)
-                # In a longer step fewer copies go both ways at the same time.
-                machine = replace(self.hardware, link_both=1.0)
-            else:
-                made, machine = self._plan(microbatches), self.hardware
-            walked = step(made.analysis, made.cost(machine, free), machine)
-            self._times[key] = walked.total_s
-            if free == _FREE and microbatches == self._filling:
-                self._last = [*_last_backwards(made.analysis, walked.walk)]
+            self._times[key] = self._walked(microbatches, self.hardware, free)
         return self._times[key]
 
-    def least_s(self, microbatch_s: float) -> float:
-        """No step is shorter, where no more micro-batch takes less than `microbatch_s`. It takes one plan."""
-        return self._timed(self._filling, _FREE) + (self.m - self._filling) * microbatch_s
+    def _walked(self, microbatches: int, machine: Hardware, free: tuple[Op, ...] = (),
+                change: Callable[[Table], Table] | None = None) -> float:
+        analysis = self._plan(microbatches)
+        return step(analysis, priced(analysis, machine, free, change), machine).total_s
 
-    def reduced_s(self, reductions: Sequence[tuple[float, float]]) -> float:
-        """How much longer than a free step one is, at least, that reduces gradients at its end. `reductions`:
-        of each stage, as Bounds.reductions: they begin with the last backward, one behind the other."""
-        free_s, longest = self._timed(self._filling, _FREE), 0.0
-        for ends in self._last:
-            sent = 0.0
-            for begin, end, stage in sorted(ends):
-                all_s, least_s = reductions[stage]
-                sent = max(max(sent, begin) + all_s, end + least_s)
-            longest = max(longest, sent)
-        return max(0.0, longest - free_s)
-
-    def _pace_s(self, free: tuple[Op, ...], early: bool = False) -> float:
-        """Seconds of one more micro-batch. `early`: from shorter plans, which may have no steady state yet:
-        maybe less."""
+    def _pace_s(self, free: tuple[Op, ...] = ()) -> float:
+        """Seconds of one more micro-batch."""
         if self._steady == self.m:
             return 0.0
-        less, more = (self._filling, self._steady) if early else (self._steady, self._steady + 2 * self.p)
-        return (self._timed(more, free) - self._timed(less, free)) / (more - less)
+        more = self._steady + 2 * self.p
+        return (self._timed(more, free) - self._timed(self._steady, free)) / (more - self._steady)
 
-    def free_step(self, early: bool = False) -> FreeStep:
-        """`early`: maybe less; it takes shorter plans."""
-        microbatch_s = self._pace_s(_FREE, early)
-        step_s = self._timed(self._steady, _FREE) + (self.m - self._steady) * microbatch_s
-        return FreeStep(step_s, microbatch_s, self._timed(self._filling, _FREE))
+    def free_s(self) -> float:
+        """Of a step with free traffic over dp and free updates: no step that computes the same is shorter."""
+        return self._timed(self._steady, _FREE) + (self.m - self._steady) * self._pace_s(_FREE)
+
+    def least_s(self, microbatch_s: float) -> float:
+        """No step that computes the same is shorter, where none of its micro-batches takes less than
+        `microbatch_s`. It takes one plan."""
+        return self._timed(self._filling, _FREE) + (self.m - self._filling) * microbatch_s
 
     def step_s(self, alike: ShortPlans | None = None, limit: float = math.inf,
-               microbatch_s: float = 0.0, ends_s: float = 0.0) -> float:
+               microbatch_s: float = 0.0) -> float:
         """Seconds of a step; where it is above `limit`, maybe less, but above it. `alike`: of a layout that
-        computes the same. Lower bounds: `microbatch_s` of one more micro-batch, `ends_s` of the step's start
-        and end, in which nothing is computed.
+        computes the same. `microbatch_s`: no micro-batch takes less.
 
         Where there is traffic over dp only at the start and the end of a step, it adds as much to a step of
         few micro-batches. Else two plans say what one more takes. Orders that end with backwards of many
         micro-batches hide traffic behind these: longer plans are made until there is little to hide."""
-        often, hides = sends_often(self.config.zero), self.config.parallel.schedule in FORWARDS_FIRST
-        free = (alike := alike or self).free_step(early=True)
-        if free.step_s + ends_s > limit:
-            return free.step_s + ends_s
-        if not (often or hides):
-            added = self._timed(self._filling) - free.filling_s
-            return free.step_s + added if free.step_s + added > limit else alike.free_step().step_s + added
-        if not hides and limit < math.inf:
-            # Of micro-batches that are less than a period of reductions, none may be reduced.
-            every, left = self.config.zero.reduce_every, self.m - self._filling
-            whole = left - left % every if isinstance(every, int) else left
-            least_s = self._timed(self._filling) + max(left * free.microbatch_s, whole * microbatch_s)
-            if least_s > limit:
-                return least_s
-            least_s = self._timed(self._steady) + (self.m - self._steady) * self._pace_s((), early=True)
-            if least_s > limit:
-                return least_s
-        free = alike.free_step()
+        alike = alike or self
+        if not self._hides:
+            first = self._timed(self._filling) + (self.m - self._filling) * microbatch_s
+            if first > limit or self._filling == self.m:
+                return first
+            if not sends_often(self.config.zero):
+                return alike.free_s() + self._timed(self._filling) - alike._timed(self._filling, _FREE)
         while True:
             less, left = self._timed(self._steady), self.m - self._steady
-            per = self._pace_s(()) if often else max(microbatch_s, free.microbatch_s)
-            if not left or (not hides and less + left * per > limit):
-                return less + left * per
-            if per > _STEADY * free.microbatch_s and not (
-                    hides and less + left * per - free.step_s > (1 - _STEADY) * free.step_s):
-                return less + left * per
+            free = alike._pace_s(_FREE)
+            per = self._pace_s() if sends_often(self.config.zero) else free
+            step_s = less + left * per
+            behind = self._hides and step_s - alike.free_s() > (1 - _STEADY) * alike.free_s()
+            if not left or (per > _STEADY * free and not behind):
+                return step_s
             self._steady = min(self.m, self._steady + self.p * -(-self._steady // self.p))
 
     def would_take_s(self, times: int = 1, hardware: Hardware | None = None, free: tuple[Op, ...] = (),
@@ -226,9 +202,7 @@ class ShortPlans:
         def seconds(microbatches: int) -> float:
             if hardware is None and change is None:
                 return self._timed(microbatches, free)
-            machine, made = hardware or self.hardware, self._plan(microbatches)
-            return step(made.analysis, made.cost(machine, free, change or (lambda table: table)),
-                        machine).total_s
+            return self._walked(microbatches, hardware or self.hardware, free, change)
 
         return self._whole(seconds, times)
 
@@ -249,10 +223,10 @@ class ShortPlans:
             """By position."""
             @cache
             def seconds(count: int) -> list[float]:
-                made = self._plan(count)
-                price = made.cost(machine, (Op.EXCHANGE, *free))  # which units wait for
+                analysis = self._plan(count)
+                price = priced(analysis, machine, free)
                 return [sum(price(position, item) for item in program if item.op in ops)
-                        for position, program in enumerate(made.analysis.plan.programs["train"])]
+                        for position, program in enumerate(analysis.plan.programs["train"])]
 
             def at(count: int, position: int) -> float:
                 return seconds(count)[position]
@@ -275,28 +249,24 @@ class ShortPlans:
                          max(0.0, 1 - busy / self.p / step_s))
 
 
+def priced(analysis: Analysis, hardware: Hardware, free: Collection[Op] = (),
+           change: Callable[[Table], Table] | None = None) -> Cost:
+    """Seconds of an instruction. `free`: what takes none. `change`: what makes a table of other prices."""
+    plan = analysis.plan
+    price = cost(replace(plan, table=change(plan.table)) if change else plan, hardware)
+    return lambda position, item: 0.0 if _counts_as(item) in free else price(position, item)
+
+
 _OVER_DP = (Op.GATHER, Op.REDUCE)  # of parameters and their gradients
 _FREE = (*_OVER_DP, Op.OFFLOAD, Op.FETCH, Op.CLIP, Op.STEP)
-_KEPT = ("kept", "kpart")  # inputs that are kept for RECOMPUTE: with it their moves are free
+_INPUTS = (SlotKind.KEPT, SlotKind.KEPT_PART)  # of RECOMPUTE: with it their moves are free
 
 
 def _counts_as(item: Instruction) -> Op | None:
     """The op with which an instruction is free. None for parts of messages, and for what travels over tp."""
-    if item.kind in _KEPT:
+    if item.kind in _INPUTS:
         return Op.RECOMPUTE
     if not item.of_slot:
         return item.op
     # What units hand on travels in every micro-batch, and computation waits for it, by whatever op.
     return Op.EXCHANGE if item.group and GROUPS[item.group].lane != "compute" else None
-
-
-def _last_backwards(made: Analysis, walk: Walk) -> Iterator[list[tuple[float, float, int]]]:
-    """By position: when the last backward of each stage begins and ends, and the stage."""
-    for program, begins, ends in zip(made.plan.programs["train"], walk.start, walk.end, strict=True):
-        last = {item.unit: index for index, item in enumerate(program)
-                if item.op in (Op.BACKWARD, Op.BACKWARD_WEIGHT)}
-        of_stage: dict[int, list[int]] = {}
-        for unit, index in last.items():
-            of_stage.setdefault(made.table.units[unit].stage, []).append(index)
-        yield [(min(begins[index] for index in indices), max(ends[index] for index in indices), stage)
-               for stage, indices in of_stage.items()]

@@ -50,22 +50,22 @@ _ZEROS: tuple[tuple[int, str | int | None, str | int | None, int, int], ...] = (
 
 class Variant(NamedTuple):
     layout: Layout
-    # Variants of one family save memory by the same means: stage, shard size; and reduce alike.
-    family: tuple[int, int, str | None]
+    # Variants of one family save memory by the same means: whether state is sharded, over how many, and in
+    # what gradients are sent.
+    family: tuple[bool, int, str | None]
     efforts: tuple[int, ...]  # by means: how much it does
 
-    def needless(self, fitting: Sequence[Variant]) -> bool:
-        """Whether one that fits does less of everything."""
-        return any(other.family == self.family
-                   and all(less <= more for less, more in zip(other.efforts, self.efforts, strict=True))
-                   for other in fitting)
+    def exceeds(self, other: Variant) -> bool:
+        """Whether it does as much as another to save memory, or more: then it is not faster."""
+        return other.family == self.family and all(
+            less <= more for less, more in zip(other.efforts, self.efforts, strict=True))
 
 
 class _Change(NamedTuple):
     """What makes a variant of a shape."""
 
     values: tuple[Any, ...]  # of _CHANGED
-    family: tuple[int, int, str | None]
+    family: tuple[bool, int, str | None]
     efforts: tuple[int, ...]
 
 
@@ -154,11 +154,11 @@ class Space:
             for virtual in self._choices("virtual_stages", stages):
                 if row.virtual not in (None, virtual):
                     continue
-                units = self.bounds.units(self.fixed.get("tile_linears"), mesh.tp)
-                if units.split(mesh.pp * virtual) is not None:
+                if self.bounds.stages(mesh._replace(schedule=name, virtual_stages=virtual)) is not None:
                     yield name, virtual
                 else:
-                    self._drop(NO_STAGES, f"pp {mesh.pp} x {virtual} stages, {len(units.together)} units")
+                    self._drop(NO_STAGES,
+                               f"pp {mesh.pp} x {virtual} stages, {self.bounds.units(mesh)} units")
 
     def _recomputes(self) -> list[tuple[str, bool]]:
         """What recomputation saves, least first: policy, and whether kept inputs go to the host."""
@@ -166,6 +166,12 @@ class Space:
         return [(policy, away) for policy, away in rows
                 if self._allowed("policy", policy) and self._allowed("offload_activations", away)
                 and (policy == "full" or self.fixed.get("every", 1) == 1)]
+
+    def recomputing(self, shape: Layout, rank: int) -> Layout:
+        """What the variants of a shape compute that recompute as the row `rank` of `recomputes` says."""
+        policy, away = self.recomputes[rank]
+        return shape._replace(policy=policy, offload_activations=away,
+                              every=self.fixed.get("every", 1)).of_activations()
 
     def count(self, shape: Layout, rank: int) -> int:
         """How many variants recompute as the row `rank` of `recomputes` says."""
@@ -186,16 +192,18 @@ class Space:
                 layout = shape._replace(policy=policy, every=self.fixed.get("every", 1), stage=stage,
                                         offload_activations=away, residency=residency, reduce_every=every)
                 result += [_Change(tuple(getattr(each, name) for name in _CHANGED),
-                                   (stage, each.shard_size, each.reduce_dtype),
-                                   (rank, gathers, reduces, *more))
+                                   (stage > 0, each.shard_size, each.reduce_dtype),
+                                   (rank, stage, gathers, reduces, *more))
                            for each, *more in self._details(layout)]
             self._known[key] = sorted(result, key=lambda row: sum(row.efforts))
         return self._known[key]
 
     def _details(self, layout: Layout) -> Iterator[tuple[Layout, int, int]]:
         """The rest of a variant, and how much it does to save memory: moves the optimizer, makes tiles."""
+        # With whole states on each rank (of several), each rank's host would step all of them.
+        hosts = (False, True) if layout.stage or layout.dp == 1 or "stage" in self.fixed else (False,)
         for shard in self._shards(layout, layout.stage):
-            for host in self._choices("offload_optimizer", (False, True)):
+            for host in self._choices("offload_optimizer", hosts):
                 for pieces, tiles in enumerate(self._tiles(layout)):
                     for dtype in self.reduce_dtypes if layout.dp > 1 else (None,):
                         yield layout._replace(shard_size=shard, offload_optimizer=host, tile_linears=tiles,
@@ -203,10 +211,9 @@ class Space:
 
     def _tiles(self, layout: Layout) -> Sequence[str | None]:
         """Limits of tiles, the fewest tiles first."""
-        units = self.bounds.units()
         few = layout.stage < 3 or not isinstance(layout.residency, int) or (
-            _BUFFERED * units.largest(layout.tp) < _MUCH * self.memory)
-        return self._choices("tile_linears", (None, *(() if few else units.tiles(layout.tp))))
+            _BUFFERED * self.bounds.largest(layout) < _MUCH * self.memory)
+        return self._choices("tile_linears", (None, *(() if few else self.bounds.tiles(layout))))
 
     def _zeros(self, shape: Layout) -> Iterator[tuple[int, Any, Any, int, int]]:
         seen = set()

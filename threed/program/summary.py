@@ -123,6 +123,22 @@ def host_bytes(analysis: Analysis, position: int) -> int:
     return _away(table, position)[Tier.HOST] + analysis.buffers(position).host_bytes(table)
 
 
+def fixed_bytes(analysis: Analysis, position: int) -> int:
+    """Of a rank of a position, on its device all the time: as StageSummary.fixed_bytes."""
+    table = analysis.table
+    return (sum(unit_bytes(table, p) for p in table.held(position))
+            + analysis.buffers(position).bytes(table))
+
+
+def unit_bytes(table: Table, unit: int) -> int:
+    """Of a parameter unit, on the device all the time: weights, gradient and optimizer state."""
+    held, size = table.parameters[unit], parameter_bytes(table, unit)
+    if not held.trains:
+        return size
+    state = table.size(table.shards.state(unit)) if held.state_home == Tier.DEVICE else 0
+    return size + gradient_bytes(table, unit) + state
+
+
 def parameter_bytes(table: Table, unit: int) -> int:
     """Of a parameter unit, on the device all the time."""
     held = table.parameters[unit]

@@ -39,9 +39,16 @@ class TimedOrder(NamedTuple):
 
 
 def play(order: Order, place: Sequence[int], times: StageTimes) -> TimedOrder:
-    """Time an order: each position runs its tasks one after the other, each as soon as it has what it needs;
-    a value takes the time of a message to reach another position. A task that never has what it needs is not
-    run, nor is what comes after it."""
+    """Time an order, as `spans` does."""
+    at_work = spans(order, place, times)
+    return TimedOrder(order, max(end - start for start, end in at_work), max(end for _, end in at_work),
+                      max(map(_peak, order)))
+
+
+def spans(order: Order, place: Sequence[int], times: StageTimes) -> list[tuple[float, float]]:
+    """By position: when its first task begins, and its last one ends. Each position runs its tasks one after
+    the other, each as soon as it has what it needs; a value takes the time of a message to reach another
+    position. A task that never has what it needs is not run, nor is what comes after it."""
     done: dict[tuple[str, int, int], float] = {}
     heads, now, first, moved = [0] * len(order), [0.0] * len(order), [-1.0] * len(order), True
     while moved:
@@ -58,8 +65,7 @@ def play(order: Order, place: Sequence[int], times: StageTimes) -> TimedOrder:
                     start + times.of(task))
                 heads[position] += 1
                 moved = True
-    return TimedOrder(order, max(end - start for start, end in zip(first, now, strict=True)), max(now),
-                      max(map(_peak, order)))
+    return [*zip(first, now, strict=True)]
 
 
 def _peak(tasks: Sequence[Task]) -> int:

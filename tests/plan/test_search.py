@@ -15,7 +15,7 @@ from threed.cli.main import app
 from threed.layout_search.bounds import Bounds
 from threed.layout_search.layout import KEYS, Layout, changes, config_of
 from threed.layout_search.request import ask
-from threed.layout_search.search import show
+from threed.layout_search.search import RankedLayout, Ranking, show
 from threed.layout_search.short_plan import ShortPlans
 from threed.layout_search.space import NEEDLESS, NO_BATCH, NO_SHAPE, SLOWER
 from threed.prediction.hardware import Hardware
@@ -97,7 +97,7 @@ def test_command(tmp_path):
     step_s = threed.predict(threed.load(file, QUIET), "h100-sxm")["step_time"]
     assert step_s == pytest.approx(best["step_s"], rel=1e-6)
     assert len({row["layout"] for row in values["layouts"]}) == len(values["layouts"])
-    text = show(values, 3)
+    text = show(Ranking(**{**values, "layouts": [RankedLayout(**row) for row in values["layouts"]]}), 3)
     assert "would help" in text and "fixed: tp=1" in text and text.count("layers") == 0
     assert best["layout"] in file.read_text().replace("\n# ", " ")
 

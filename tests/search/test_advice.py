@@ -25,11 +25,12 @@ def test_search_and_advise_say_what_predict_says(tmp_path):
     """And search proposes nothing about which predict warns."""
     over = [GPU, "parallel.tp=1", "parallel.axis_order=pp-dp-tp", "offload.optimizer=none", "zero.stage=3",
             "zero.residency=1", "activation.offload=none", "train.micro_batch_size=4", "parallel.pp=2"]
-    found = searching.search(TOY, 4, over, "h100-sxm", "4GB")
+    best = searching.ranked(TOY, 4, over, "h100-sxm", "4GB")
+    found = best.document()
     assert found["usable_bytes"] == round(0.95 * 4 * GB) and found["memory_bytes"] == 4 * GB
     assert max(row["peak_bytes"] for row in found["layouts"]) <= found["usable_bytes"]
     file = tmp_path / "best.yaml"
-    searching.write_best(found, file)
+    searching.write_best(best, file)
     told = threed.predict(threed.load(file), "h100-sxm,memory_gb=4")
     assert max(row["peak_bytes"]["device"] for row in told["stages"]) == found["layouts"][0]["peak_bytes"]
     assert told["too_much"] is None and told["usable_bytes"] == found["usable_bytes"]

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -180,12 +180,12 @@ def search(context: typer.Context, config: of.ConfigPath, devices: of.Many,
     the shortest step. What overrides say of them stays fixed; the file's own layout is left out."""
     from threed.layout_search import search as searching
 
-    values = searching.search(config, devices, overrides, hardware, memory, _progress, rounding)
+    ranking = searching.ranked(config, devices, overrides, hardware, memory, _progress, rounding)
     if write is not None:
-        searching.write_best(values, write)
+        searching.write_best(ranking, write)
     if is_given(context, "top"):
-        values["layouts"] = values["layouts"][:top]
-    _print(values, lambda found: searching.show(found, top, terminal()), as_json)
+        ranking = replace(ranking, layouts=ranking.layouts[:top])
+    _print_json(ranking.document()) if as_json else print(searching.show(ranking, top, terminal()))
 
 
 @app.command(short_help="measure this machine, and write a file for predict --hardware")

@@ -31,7 +31,7 @@ from threed.prediction.hardware import Hardware
 from threed.schema import Config
 
 Progress = Callable[[str], None]
-_NEAR = 1.02  # what is so much slower than the worst of the best is dropped
+_NEAR = 1.002  # what is so much slower than the worst of the best is dropped
 _AS_FAST = 1.0005  # so near, the layout that holds less is better
 _SURE = 0.99  # what takes less of the memory fits by the full plan, too
 TRIES = 3  # layouts of an idea that may turn out not to fit
@@ -170,13 +170,13 @@ class Search:
         if not some:
             return
         plain = space.recomputing(group.shape, group.rank)
-        filled = self.bounds.filled(plain)
+        filled, taken = self.bounds.filled(plain), self.bounds.taken_bytes(plain)
         some = self._of_use([each._replace(bound_s=max(
             bound_s, filled.step_s, self.bounds.reduced_s(each.variant.layout)))
                              for each in some])
         alike = ShortPlans(config_of(plain, self.base), self.hardware)
         for variant, fixed, bound_s in some:
-            if self._may_fit(variant.layout, _most(fixed, filled.saved_bytes)):
+            if self._may_fit(variant.layout, _most(fixed, filled.saved_bytes) + taken):
                 yield bound_s, _Candidate(variant, group, alike, fixed)
 
     def _working_bytes(self, layout: Layout, alike: ShortPlans) -> list[int]:

@@ -6,25 +6,21 @@ Prices and sizes are those of a table of all units on one position.
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from operator import add
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
-from threed.base.errors import InputError
 from threed.base.mesh import axes_of
-from threed.base.quantity import BYTES
-from threed.config.stages import stage_runs
+from threed.layout_search.cuts import Cuts, place_of
 from threed.layout_search.layout import Layout, config_of
 from threed.layout_search.short_plan import FORWARDS_FIRST, steady_count
-from threed.models.tiling import cut_layers
 from threed.planner.auto import marked_table
-from threed.planner.facts import make_mesh, make_table, stage_sizes
+from threed.planner.facts import make_mesh, make_table
 from threed.planner.passes import Pipeline
 from threed.prediction.analytic import cost
 from threed.prediction.hardware import Hardware, places
+from threed.prediction.peak import groups
 from threed.program.instruction import Instruction, Op, Slot, SlotKind
 from threed.program.plan import Plan
 from threed.program.summary import unit_bytes
@@ -32,8 +28,6 @@ from threed.program.table import Table
 from threed.schedules.orders import SCHEDULES, Order, Task
 from threed.schedules.timed import StageTimes, spans
 from threed.schema import Config
-
-T = TypeVar("T")
 
 
 class UnitPrice(NamedTuple):
@@ -61,17 +55,12 @@ class UnitBytes(NamedTuple):
     gradient: int  # of its whole gradient, where that comes and goes
 
 
-class Bounds:
-    """Of layouts of one config on one kind of machine. It remembers their parts."""
+class Bounds(Cuts):
+    """Of layouts of one config on one kind of machine."""
 
     def __init__(self, config: Config, hardware: Hardware):
-        self.config, self.hardware = config, hardware
-        self._known: dict[object, Any] = {}
-
-    def _once(self, key: object, make: Callable[[], T]) -> T:
-        if key not in self._known:
-            self._known[key] = make()
-        return self._known[key]
+        super().__init__(config)
+        self.hardware = hardware
 
     def step_s(self, layout: Layout) -> float:
         """Seconds: no step is shorter. The first forward of a position waits for those of the stages before
@@ -111,101 +100,55 @@ class Bounds:
             return 0.0
         units, m = self._reduced(layout), self.microbatches(layout)
         takes = [0.0] * layout.pp
-        for position, stage in self._placed(layout):
+        for position, stage in self.placed(layout):
             takes[position] += sum(units[stage])
         if layout.stage >= 2 and layout.reduce_every == 1:
             return m * max(takes)
         busy = self._busy(layout)
         before = [m * busy[position] - stage.again - stage.backward for (position, _), stage in zip(
-            self._placed(layout), self._stage_prices(layout), strict=True)]
+            self.placed(layout), self._stage_prices(layout), strict=True)]
         return max(map(add, takes, before)) if len(before) == layout.pp else max(takes)
 
     def fixed_bytes(self, layout: Layout) -> list[int]:
         """By position: bytes of what is on the device all the time: parameters, gradients, optimizer state,
         and buffers for what comes and goes."""
         alone = layout.of_parameters()
-        units = self._once(("bytes", alone), lambda: _fixed(self._table(alone)))
+        units = self.once(("bytes", alone), lambda: _fixed(self._table(alone)))
         rows: list[list[dict[int, UnitBytes]]] = [[] for _ in range(layout.pp)]  # of each stage
-        for position, stage in self._placed(layout):
+        for position, stage in self.placed(layout):
             # (a tied embedding counts once)
             rows[position].append({p: each for unit in units[stage] for p, each in unit.items()})
         # Between micro-batches the gradients of all units are whole.
         summed = layout.reduce_every == "step" and self.microbatches(layout) > 1
-        return [_held(row, layout.residency, summed) for row in rows]
+        ahead = 1 if self.config.zero.prefetch is None else self.config.zero.prefetch
+        return [_held(row, layout.residency, ahead, summed) for row in rows]
+
+    def taken_bytes(self, layout: Layout) -> int:
+        """Bytes of a device that CUDA and communicators take, at least."""
+        if self.config.run.device == "cpu":
+            return 0
+        return self.once(("taken", layout.of_mesh()), lambda: self.hardware.taken_bytes(
+            groups(make_mesh(config_of(layout, self.config)), 0) + (layout.pp > 1)))
 
     def _busy(self, layout: Layout) -> list[float]:
         """Seconds by position in which it computes a micro-batch."""
         busy = [0.0] * layout.pp
-        for (position, _), stage in zip(self._placed(layout), self._stage_prices(layout), strict=True):
+        for (position, _), stage in zip(self.placed(layout), self._stage_prices(layout), strict=True):
             busy[position] += stage.forward + stage.again + stage.backward
         return busy
 
     def _stage_prices(self, layout: Layout) -> list[UnitPrice]:
         units = self._prices(layout)
-        return [UnitPrice(*map(sum, zip(*units[stage], strict=True))) for _, stage in self._placed(layout)]
-
-    def _placed(self, layout: Layout) -> list[tuple[int, slice]]:
-        """The position of each stage, and its units."""
-        ends = self.stages(layout)
-        assert ends is not None, layout
-        place = place_of(layout.schedule, layout.pp, layout.virtual_stages)
-        return [(position, slice(*each)) for position, each in zip(place, ends, strict=True)]
-
-    def stages(self, layout: Layout) -> list[tuple[int, int]] | None:
-        """The units of each stage: the first, and one past the last; None where the model has too few."""
-        count = len(place_of(layout.schedule, layout.pp, layout.virtual_stages))
-        return self._once(("stages", layout.of_model(), count), lambda: self._stages(layout, count))
-
-    def units(self, layout: Layout) -> int:
-        """Units between which stages can end."""
-        own = layout.of_model()
-        return self._once(("units", own), lambda: len(stage_runs(self._alone(own))))
-
-    def largest(self, layout: Layout) -> int:
-        """Elements of the largest parameter unit of one compute unit on a rank."""
-        def most() -> int:
-            units = make_table(self._alone(layout.of_model()), (0,)).parameters.values()
-            return max(unit.numel for unit in units if unit.name != "tied embedding")
-
-        return self._once(("largest", layout.of_model()), most)
-
-    def tiles(self, layout: Layout) -> tuple[str, ...]:
-        """Limits for tiles of the largest parameter unit, a few and more of them, that the model can have."""
-        def limits() -> tuple[str, ...]:
-            size = self.largest(layout) * BYTES[self.config.precision.dtype]
-            some = [f"{1 << (size // parts).bit_length() - 21}MiB" for parts in (2, 8) if size // parts >> 20]
-            return tuple(limit for limit in some if self._can_cut(layout._replace(tile_linears=limit)))
-
-        return () if self.config.model.own_layers else self._once(("tiles", layout.of_model()), limits)
-
-    def _can_cut(self, layout: Layout) -> bool:
-        try:
-            return any(len(cut) > 1 for cut in cut_layers(self._alone(layout.of_model())))
-        except InputError:  # a tied embedding is larger, or a cell is
-            return False
-
-    def _alone(self, layout: Layout) -> Config:
-        """The config of a layout on one position, and on as few ranks as its folds divide."""
-        config = config_of(layout, self.config)
-        config.parallel.stage_units, config.train.sample_every, config.offload.ratio = None, 0, 1.0
-        config.parallel.dp = max(layout.dp, math.prod(config.fold_sizes.values()))
-        return config
-
-    def _stages(self, layout: Layout, count: int) -> list[tuple[int, int]] | None:
-        config, asked = self._alone(layout.of_model()), self.config.parallel.stage_units
-        if count > self.units(layout) or (asked is not None and len(asked) != count):
-            return None
-        ends = [*itertools.accumulate(asked or stage_sizes(config, count), initial=0)]
-        return [*itertools.pairwise(ends)]
+        return [UnitPrice(*map(sum, zip(*units[stage], strict=True))) for _, stage in self.placed(layout)]
 
     def _prices(self, layout: Layout) -> Sequence[UnitPrice]:
         """Of each unit. The loss is not computed again: its backward may follow at once."""
         alone = layout.of_units()
-        where = self._once(("places", layout.of_mesh()), lambda: self._places(layout))
+        where = self.once(("places", layout.of_mesh()), lambda: self._places(layout))
 
         def price() -> list[UnitPrice]:
             config = config_of(layout, self.config)
-            table = marked_table(self._alone(alone), Pipeline([[]], (0,)))
+            table = marked_table(self.alone(alone), Pipeline([[]], (0,)))
             seconds = cost(Plan(table, {}, config), self.hardware)
 
             def of(unit: int) -> UnitPrice:
@@ -218,7 +161,7 @@ class Bounds:
 
             return [*map(of, range(len(table.units)))]
 
-        return self._once(("prices", alone, where, layout.policy), price)
+        return self.once(("prices", alone, where, layout.policy), price)
 
     def _reduced(self, layout: Layout) -> Sequence[float]:
         """Seconds that a reduction of each unit's gradients takes, over its shard group. (A tied embedding's
@@ -235,9 +178,7 @@ class Bounds:
                                   for p in own if table.shards.reductions(p)))
             return result
 
-        own = layout.of_mesh()._replace(stage=layout.stage, shard_size=layout.shard_size, reduce_dtype=
-                                        layout.reduce_dtype, tile_linears=layout.tile_linears)
-        return self._once(("reduced", own), price)
+        return self.once(("reduced", layout.of_reductions()), price)
 
     def _places(self, layout: Layout) -> object:
         """How the groups lie in which ranks cut parameters."""
@@ -247,19 +188,13 @@ class Bounds:
     def _table(self, layout: Layout) -> Table:
         """Of all units on one position."""
         alone = layout.of_parameters()
-        return self._once(("table", alone), lambda: make_table(self._alone(alone), (0,)))
+        return self.once(("table", alone), lambda: make_table(self.alone(alone), (0,)))
 
 
 def _fixed(table: Table) -> list[dict[int, UnitBytes]]:
     """Of each compute unit: parameter unit -> bytes."""
     bytes_of = {p: _unit_bytes(table, p) for p in table.parameters}
     return [{p: bytes_of[p] for p in unit.parameters} for unit in table.units]
-
-
-@lru_cache(512)
-def place_of(name: str, p: int, v: int) -> tuple[int, ...]:
-    """The position of each stage."""
-    return SCHEDULES[name].place(p, v)
 
 
 @lru_cache(64)
@@ -277,17 +212,18 @@ def most_saved(tasks: Sequence[Task], stages: Sequence[UnitPrice]) -> int:
     return most
 
 
-def _held(stages: list[dict[int, UnitBytes]], residency: int | str | None, summed: bool) -> int:
-    """Bytes of a position's stages, with buffers. `summed`: whole gradients of all units at a time."""
+def _held(stages: list[dict[int, UnitBytes]], residency: int | str | None, ahead: int, summed: bool) -> int:
+    """Bytes of a position's stages, with buffers. `ahead`: units that are gathered before their turn.
+    `summed`: whole gradients of all units at a time."""
     whole = {p: each for stage in stages for p, each in stage.items()}
     gathered = sorted((each.gathered for each in whole.values()), reverse=True)
     if residency == "stage":
         gathered = gathered[:max(sum(each.gathered > 0 for each in stage.values()) for stage in stages)]
     elif residency != "step":
-        gathered = gathered[:residency or 1]
-    gradients = [each.gradient for each in whole.values()]
-    return (sum(each.fixed for each in whole.values()) + sum(gathered)
-            + (sum(gradients) if summed else max(gradients)))
+        gathered = gathered[:(residency or 1) + ahead]
+    gradients = sorted((each.gradient for each in whole.values()), reverse=True)
+    # One is sent while the next is computed.
+    return sum(each.fixed for each in whole.values()) + sum(gathered) + sum(gradients[:None if summed else 2])
 
 
 def _unit_bytes(table: Table, p: int) -> UnitBytes:

@@ -93,6 +93,11 @@ class Layout(NamedTuple):
                              sequence_parallel=False, micro_batch_size=1, policy="none", every=1,
                              offload_activations=False, pair=False)
 
+    def of_reductions(self) -> Layout:
+        """Reductions of gradients."""
+        return self.of_mesh()._replace(stage=self.stage, shard_size=self.shard_size,
+                                       reduce_dtype=self.reduce_dtype, tile_linears=self.tile_linears)
+
     def of_activations(self) -> Layout:
         """What computes the same, with the same activations, and leaves parameters as they are."""
         return self._replace(stage=0, shard_size=self.dp, residency=None, reduce_every=None,

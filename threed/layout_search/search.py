@@ -6,6 +6,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,9 +26,53 @@ from threed.prediction.hardware import DEFAULT, OF_CPUS, Hardware
 if TYPE_CHECKING:
     from threed.prediction.advise import Needs
 
-_PLANNED = 12  # ideas about which the full plan decides
+_PLANNED = 10  # ideas about which the full plan decides
 _BY_PLAN = "does not fit, or cannot run, by the full plan"
 Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class RankedLayout:
+    """A layout by its full plan."""
+
+    layout: str  # in words
+    step_s: float
+    fast_s: float  # by short plans
+    tokens_per_s: float
+    mfu: float
+    peak_bytes: int
+    bubble: float  # share of the step
+    exposed_s: float
+    lost_s: dict[str, float]  # besides computation, by what costs it
+    bottleneck: str
+    helps: dict[str, float]  # what -> by which share a step (a sequence) would be shorter
+    changes: dict[str, Any]  # dotted keys of its config
+
+    @property
+    def exchanges_s(self) -> float:
+        return self.lost_s["exchanges"]
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """What a search returns: the best layout of each idea, the fastest first."""
+
+    config: str
+    devices: int
+    hardware: str
+    memory_bytes: int  # of a device
+    usable_bytes: int
+    fixed: dict[str, Any]  # field of a layout -> its only value
+    rounding: bool
+    considered: int
+    timed: int
+    seconds: float
+    planned_seconds: float
+    dropped: dict[str, int]  # reason -> layouts
+    layouts: list[RankedLayout]
+
+    def document(self) -> dict[str, Any]:
+        return asdict(self)
 
 
 def search(path: str | Path, devices: int, overrides: list[str] | None = None, hardware: str = "",
@@ -48,6 +93,13 @@ def search(path: str | Path, devices: int, overrides: list[str] | None = None, h
 
     >>> threed.search("configs/llama3-8b.yaml", 64, ["parallel.tp=4"], "h100-sxm")["layouts"][0]["layout"]
     """
+    return ranked(path, devices, overrides, hardware, memory, progress, rounding).document()
+
+
+def ranked(path: str | Path, devices: int, overrides: list[str] | None = None, hardware: str = "",
+           memory: str | int | None = None, progress: Progress = lambda _: None,
+           rounding: bool = False) -> Ranking:
+    """What `search` makes its document of."""
     check_type("devices", devices, int, "the number of devices")
     if devices < 1:
         raise InputError(f"devices={devices}: must be at least 1")
@@ -62,15 +114,13 @@ def search(path: str | Path, devices: int, overrides: list[str] | None = None, h
         rows = _planned(asked, searched, result, progress)
     if not rows:
         raise InputError(_nothing(result, devices, limit, room))
-    return {"config": str(path), "devices": devices, "hardware": machine.title, "memory_bytes": room,
-            "usable_bytes": limit, "fixed": asked.fixed, "rounding": rounding,
-            "considered": result.considered, "timed": len(result.timed), "seconds": result.seconds,
-            "planned_seconds": time.monotonic() - begin, "dropped": dict(result.dropped.most_common()),
-            "layouts": rows}
+    return Ranking(str(path), devices, machine.title, room, limit, asked.fixed, rounding, result.considered,
+                   len(result.timed), result.seconds, time.monotonic() - begin,
+                   dict(result.dropped.most_common()), rows)
 
 
 def _planned(asked: Question, searched: Search, result: SearchResult,
-             progress: Progress) -> list[dict[str, Any]]:
+             progress: Progress) -> list[RankedLayout]:
     """The best layouts by the full plan: of each idea the fastest that fits."""
     if not result.timed:
         return []
@@ -94,7 +144,7 @@ def _planned(asked: Question, searched: Search, result: SearchResult,
             continue
         tries[idea] += 1
         progress(f"plan {len(rows) + 1}: {each.layout.text()}")
-        best_s = min((row["step_s"] for row in rows), default=math.inf)
+        best_s = min((row.step_s for row in rows), default=math.inf)
         layout = each.layout._replace(pair=bool(fixed))
         values = measured(layout)
         if values is None:
@@ -103,22 +153,21 @@ def _planned(asked: Question, searched: Search, result: SearchResult,
         row = _row(asked, machine, layout, values)
         if fixed is None and _pairs_may_win(layout, row, best_s):
             paired = measured(layout._replace(pair=True))
-            if paired is not None and paired.step_s < row["step_s"]:
+            if paired is not None and paired.step_s < row.step_s:
                 row = _row(asked, machine, layout._replace(pair=True), paired)
         done.add(idea)
         rows.append(row)
         if len(rows) == _PLANNED:
             break
-    return sorted(rows, key=lambda row: row["step_s"])
+    return sorted(rows, key=lambda row: row.step_s)
 
 
-def _pairs_may_win(layout: Layout, plain: dict[str, Any], best_s: float) -> bool:
+def _pairs_may_win(layout: Layout, plain: RankedLayout, best_s: float) -> bool:
     """Whether parallel.pair may make a layout the fastest. `plain`: its row without."""
-    exchanges_s = plain["lost_s"]["exchanges"]
-    return layout.can_pair and exchanges_s > 0 and plain["step_s"] - exchanges_s < best_s
+    return layout.can_pair and plain.exchanges_s > 0 and plain.step_s - plain.exchanges_s < best_s
 
 
-def _row(asked: Question, machine: Hardware, layout: Layout, measured: Needs) -> dict[str, Any]:
+def _row(asked: Question, machine: Hardware, layout: Layout, measured: Needs) -> RankedLayout:
     base = asked.base
     plans = ShortPlans(asked.config(layout), machine)
     parts = plans.parts()
@@ -128,13 +177,12 @@ def _row(asked: Question, machine: Hardware, layout: Layout, measured: Needs) ->
     lost = {"bubble": max(0.0, waits), "recomputation": parts.again_s, "collectives over tp": parts.tp_s,
             "traffic over dp": parts.dp_s, "exchanges": parts.ep_s, "offload": parts.offload_s}
     most = max(lost, key=lambda name: lost[name])
-    return {"layout": layout.text(), "step_s": step_s, "fast_s": parts.step_s,
-            "tokens_per_s": base.tokens_per_step / step_s,
-            "mfu": model_flops(base.model, base.train.global_batch_size) / step_s / ranks / peak,
-            "peak_bytes": measured.peak.total, "bubble": parts.bubble,
-            "exposed_s": parts.tp_s + parts.dp_s + parts.ep_s, "lost_s": lost,
-            "bottleneck": most if lost[most] > 0.03 * step_s else "computation",
-            "helps": helps(base, machine, layout, plans), "changes": asked.values_of(layout)}
+    return RankedLayout(
+        layout.text(), step_s, parts.step_s, base.tokens_per_step / step_s,
+        model_flops(base.model, base.train.global_batch_size) / step_s / ranks / peak, measured.peak.total,
+        parts.bubble, parts.tp_s + parts.dp_s + parts.ep_s, lost,
+        most if lost[most] > 0.03 * step_s else "computation", helps(base, machine, layout, plans),
+        asked.values_of(layout))
 
 
 def _nothing(result: SearchResult, devices: int, limit: int, room: int) -> str:
@@ -151,35 +199,33 @@ def _nothing(result: SearchResult, devices: int, limit: int, room: int) -> str:
     return f"{fits}. Dropped: {counts}. Take more devices, or fix fewer keys"
 
 
-def write_best(values: dict[str, Any], file: Path) -> None:
+def write_best(ranking: Ranking, file: Path) -> None:
     """Write the config of the fastest layout."""
-    best = values["layouts"][0]
-    write(file, best["changes"],
-          f"The fastest of {many(values['considered'], 'layout')} of {values['config']} on "
-          f"{many(values['devices'], 'device')},\nby threed search: {best['layout']}\n"
-          f"{show_seconds(best['step_s'])} a step, {show_bytes(best['peak_bytes'])} on {values['hardware']}")
+    best = ranking.layouts[0]
+    write(file, best.changes,
+          f"The fastest of {many(ranking.considered, 'layout')} of {ranking.config} on "
+          f"{many(ranking.devices, 'device')},\nby threed search: {best.layout}\n"
+          f"{show_seconds(best.step_s)} a step, {show_bytes(best.peak_bytes)} on {ranking.hardware}")
 
 
-def show(values: dict[str, Any], top: int = 10, columns: int | None = None) -> str:
+def show(ranking: Ranking, top: int = 10, columns: int | None = None) -> str:
     """The document as a table of its `top` layouts. `columns`: of a terminal, if it is to fit."""
-    rows = values["layouts"][:top]
-    fixed = ", ".join(f"{name}={value}" for name, value in values["fixed"].items())
-    lines = [wrapped(f"{values['config']} on {values['devices']} x {values['hardware']}, "
-                     f"{show_bytes(values['usable_bytes'])} of {show_bytes(values['memory_bytes'])} each"
+    fixed = ", ".join(f"{name}={value}" for name, value in ranking.fixed.items())
+    lines = [wrapped(f"{ranking.config} on {ranking.devices} x {ranking.hardware}, "
+                     f"{show_bytes(ranking.usable_bytes)} of {show_bytes(ranking.memory_bytes)} each"
                      + (f"; fixed: {fixed}" if fixed else ""), columns),
-             f"{many(values['considered'], 'layout')} in {values['seconds']:.1f} s, {values['timed']} timed, "
-             f"{many(len(values['layouts']), 'idea')} planned in full in {values['planned_seconds']:.1f} s"]
-    lines += ["gradients sent in 16 bits are rounded: they change a run's numbers"] * values["rounding"]
-    lines += [f"{count:8d} dropped: {reason}" for reason, count in values["dropped"].items()]
+             f"{many(ranking.considered, 'layout')} in {ranking.seconds:.1f} s, {ranking.timed} timed, "
+             f"{many(len(ranking.layouts), 'idea')} planned in full in {ranking.planned_seconds:.1f} s"]
+    lines += ["gradients sent in 16 bits are rounded: they change a run's numbers"] * ranking.rounding
+    lines += [f"{count:8d} dropped: {reason}" for reason, count in ranking.dropped.items()]
     lines += ["", "".join(text.rjust(11) for text in ("step", "tokens/s", "MFU", "memory", "bubble",
                                                       "exposed")) + "  layout"]
-    for row in rows:
-        cells = (_show_step(row["step_s"]), show_count(row["tokens_per_s"]), f"{row['mfu']:.1%}",
-                 show_bytes(row["peak_bytes"]), f"{row['bubble']:.1%}", show_seconds(row["exposed_s"]))
-        help_ = ", ".join(f"{words} -{gain:.0%}" for words, gain in [*row["helps"].items()][:2])
+    for row in ranking.layouts[:top]:
+        cells = (_show_step(row.step_s), show_count(row.tokens_per_s), f"{row.mfu:.1%}",
+                 show_bytes(row.peak_bytes), f"{row.bubble:.1%}", show_seconds(row.exposed_s))
+        help_ = ", ".join(f"{words} -{gain:.0%}" for words, gain in [*row.helps.items()][:2])
         numbers = "".join(cell.rjust(11) for cell in cells)
-        texts = (row["layout"], f"{row['bottleneck']}; would help: "
-                                f"{help_ or 'nothing that is tried'}")
+        texts = (row.layout, f"{row.bottleneck}; would help: {help_ or 'nothing that is tried'}")
         if columns is None or len(numbers) + 2 + max(map(len, texts)) <= columns:
             lines += [f"{numbers}  {texts[0]}", f"{'':{len(numbers)}}  {texts[1]}"]
         else:

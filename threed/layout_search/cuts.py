@@ -1,0 +1,93 @@
+"""Cuts: where layouts of one config cut its model, into stages and into tiles."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, TypeVar
+
+from threed.base.errors import InputError
+from threed.base.quantity import BYTES
+from threed.config.stages import stage_runs
+from threed.layout_search.layout import Layout, config_of
+from threed.models.tiling import cut_layers
+from threed.planner.facts import make_table, stage_sizes
+from threed.schedules.orders import SCHEDULES
+from threed.schema import Config
+
+T = TypeVar("T")
+
+
+class Cuts:
+    """Of layouts of one config. It remembers what many of them share."""
+
+    def __init__(self, config: Config):
+        self.config = config
+        self._known: dict[object, Any] = {}
+
+    def once(self, key: object, make: Callable[[], T]) -> T:
+        if key not in self._known:
+            self._known[key] = make()
+        return self._known[key]
+
+    def placed(self, layout: Layout) -> list[tuple[int, slice]]:
+        """The position of each stage, and its units."""
+        ends = self.stages(layout)
+        assert ends is not None, layout
+        place = place_of(layout.schedule, layout.pp, layout.virtual_stages)
+        return [(position, slice(*each)) for position, each in zip(place, ends, strict=True)]
+
+    def stages(self, layout: Layout) -> list[tuple[int, int]] | None:
+        """The units of each stage: the first, and one past the last; None where the model has too few."""
+        count = len(place_of(layout.schedule, layout.pp, layout.virtual_stages))
+        return self.once(("stages", layout.of_model(), count), lambda: self._stages(layout, count))
+
+    def units(self, layout: Layout) -> int:
+        """Units between which stages can end."""
+        own = layout.of_model()
+        return self.once(("units", own), lambda: len(stage_runs(self.alone(own))))
+
+    def largest(self, layout: Layout) -> int:
+        """Elements of the largest parameter unit of one compute unit on a rank."""
+        def most() -> int:
+            units = make_table(self.alone(layout.of_model()), (0,)).parameters.values()
+            return max(unit.numel for unit in units if unit.name != "tied embedding")
+
+        return self.once(("largest", layout.of_model()), most)
+
+    def tiles(self, layout: Layout) -> tuple[str, ...]:
+        """Limits for tiles of the largest parameter unit, a few and more of them, that the model can have."""
+        def limits() -> tuple[str, ...]:
+            size = self.largest(layout) * BYTES[self.config.precision.dtype]
+            some = [f"{1 << (size // parts).bit_length() - 21}MiB" for parts in (2, 8) if size // parts >> 20]
+            return tuple(limit for limit in some if self._can_cut(layout._replace(tile_linears=limit)))
+
+        return () if self.config.model.own_layers else self.once(("tiles", layout.of_model()), limits)
+
+    def _can_cut(self, layout: Layout) -> bool:
+        try:
+            return any(len(cut) > 1 for cut in cut_layers(self.alone(layout.of_model())))
+        except InputError:  # a tied embedding is larger, or a cell is
+            return False
+
+    def alone(self, layout: Layout) -> Config:
+        """The config of a layout on one position, and on as few ranks as its folds divide."""
+        config = config_of(layout, self.config)
+        config.parallel.stage_units, config.train.sample_every, config.offload.ratio = None, 0, 1.0
+        config.parallel.dp = max(layout.dp, math.prod(config.fold_sizes.values()))
+        return config
+
+    def _stages(self, layout: Layout, count: int) -> list[tuple[int, int]] | None:
+        config, asked = self.alone(layout.of_model()), self.config.parallel.stage_units
+        if count > self.units(layout) or (asked is not None and len(asked) != count):
+            return None
+        ends = [*itertools.accumulate(asked or stage_sizes(config, count), initial=0)]
+        return [*itertools.pairwise(ends)]
+
+
+@lru_cache(512)
+def place_of(name: str, p: int, v: int) -> tuple[int, ...]:
+    """The position of each stage."""
+    return SCHEDULES[name].place(p, v)

@@ -219,8 +219,8 @@ def _held(stages: list[dict[int, UnitBytes]], residency: int | str | None, ahead
     gathered = sorted((each.gathered for each in whole.values()), reverse=True)
     if residency == "stage":
         gathered = gathered[:max(sum(each.gathered > 0 for each in stage.values()) for stage in stages)]
-    elif residency != "step":
-        gathered = gathered[:(residency or 1) + ahead]
+    elif isinstance(residency, int):
+        gathered = gathered[:residency + ahead]
     gradients = sorted((each.gradient for each in whole.values()), reverse=True)
     # One is sent while the next is computed.
     return sum(each.fixed for each in whole.values()) + sum(gathered) + sum(gradients[:None if summed else 2])

@@ -429,6 +429,14 @@ def test_no_edit_is_accepted_and_wrong(name, monkeypatch, tmp_path):
 @pytest.mark.parametrize("name", CASES)
 def test_more_edits(name, monkeypatch, tmp_path):
     """The same, with other edits, and more where more can be edited."""
+    case = CASES[name]
+    check(case._replace(edits=case.edits // 3), 1, tmp_path, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_all_edits(name, monkeypatch, tmp_path):
+    """The same, with three times as many: some are right in each case."""
     assert check(CASES[name], 1, tmp_path, monkeypatch)["right"]
 
 

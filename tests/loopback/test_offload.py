@@ -307,8 +307,9 @@ def test_overlap_pairs(row, references, tmp_path):
     assert_contract(config, references)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+@pytest.mark.parametrize(("precision", "schedule"), [
+    ("fp32", "1f1b"), ("bf16", "zb-v"), pytest.param("fp32", "zb-v", marks=pytest.mark.slow),
+    pytest.param("bf16", "1f1b", marks=pytest.mark.slow)])
 def test_tiers_stages_and_overlaps_are_equal_to_the_bit(schedule, precision, tmp_path):
     """Over 8 steps, all of them, and with no offload."""
     over = [f"parallel.schedule={schedule}", "train.steps=8", "optimizer.clip_grad=1.0",

@@ -17,8 +17,9 @@ def mesh(dp: int, tp: int, pp: int) -> list[str]:
     return [f"parallel.dp={dp}", f"parallel.tp={tp}", f"parallel.pp={pp}"]
 
 
-@pytest.mark.parametrize("zero", [0, 1])
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(("schedule", "zero"), [
+    ("gpipe", 0), ("1f1b", 1), pytest.param("gpipe", 1, marks=pytest.mark.slow),
+    pytest.param("1f1b", 0, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("dp", "tp", "pp"), MESHES)
 def test_mesh(dp, tp, pp, schedule, zero, references):
     """Loss, gradient norm, every gradient and the weights after 5 steps, on every mesh of up to 8 ranks."""

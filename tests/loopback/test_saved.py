@@ -205,7 +205,13 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+# Each of these is like two others, and takes long.
+LONG = ("tiles-full-gpipe", "tiles-cpu", "tiles-1f1b", "gpipe-partition-cpu", "1f1b-partition",
+        "gpipe-selective", "gpipe-cpu")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LONG))
+                                  for name in PROGRAMS])
 def test_peak(name):
     """An activation that is held longer than its slot lives, or one that no slot stands for: over a step, of
     every rank. The plan counts what BACKWARD makes beside all that it uses: one gradient more than is there

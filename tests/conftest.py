@@ -21,13 +21,14 @@ import pytest
 
 from tests.fakecuda import build
 from tests.fakecuda.on_cpu import stays
-from tests.tiers import BUDGET_S, CORES, cores, is_core, over_budget, processor_s, runs
+from tests.tiers import BUDGET_S, CORES, cores, is_core, over_budget, processor_s, runs, sample
 
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # what is started here must not see that pytest is under nohup
 
 
 def pytest_addoption(parser):
     parser.addoption("--tier", choices=list(BUDGET_S), help="one tier's tests (tests/tiers.py)")
+    parser.addoption("--sample", action="store_true", help="half of the cases of a test that has many")
 
 
 def pytest_ignore_collect(collection_path, config):
@@ -41,12 +42,14 @@ def pytest_ignore_collect(collection_path, config):
 
 
 def pytest_collection_modifyitems(config, items):
+    chosen = sample(items) if config.getoption("sample") else [*items]
     if tier := config.getoption("tier"):
         # What has fake GPUs in `make verify` does not run there on the CPU, too.
         elsewhere = tier == "verify" and not build.missing()
-        chosen = [item for item in items
+        chosen = [item for item in chosen
                   if runs(tier, is_core(item.path, item.get_closest_marker("core") is not None))
                   and not (elsewhere and not stays(item))]
+    if len(chosen) < len(items):
         config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
         items[:] = chosen
 

@@ -2,7 +2,8 @@
 
     make test     core: tests/plan, tests/data, tests/*.py, and what is marked `core`; at every change
     make verify   what `make test` leaves out, but for `slow`; before a merge
-                  (tests/loopback with fake GPUs, core or not; docs/fake-gpus.md)
+                  (tests/loopback with fake GPUs, core or not; docs/fake-gpus.md). Of a test with more than
+                  MANY cases it runs half, always the same, but all of what is marked `whole`
     make matrix   everything, with the full products that are marked `slow`; when plans or numbers change
 
 A new test in another folder belongs to `make verify`. Mark it `core` if it guards what no core test guards,
@@ -12,7 +13,11 @@ in a second or two. Tests marked `cluster` run in none of the three.
 from __future__ import annotations
 
 import os
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+from zlib import crc32
 
 TESTS = Path(__file__).parent
 CORE = (TESTS, TESTS / "plan", TESTS / "data")  # folders of which every test is core
@@ -20,6 +25,7 @@ CORE = (TESTS, TESTS / "plan", TESTS / "data")  # folders of which every test is
 # divided by CORES counts: other work on the machine is not the tests' fault.
 BUDGET_S = {"test": 300, "verify": 35 * 60, "matrix": 3 * 3600}
 CORES = 2
+MANY = 16  # cases of a test
 
 
 def runs(tier: str, core: bool) -> bool:
@@ -29,6 +35,18 @@ def runs(tier: str, core: bool) -> bool:
 
 def is_core(path: Path, marked: bool) -> bool:
     return marked or path.parent in CORE
+
+
+def sample(items: Sequence[Any]) -> list[Any]:
+    """Of the items of pytest, half of each test with many cases."""
+    def of(item: Any) -> str:
+        return item.nodeid.partition("[")[0]
+
+    def all_run(item: Any) -> bool:
+        return cases[of(item)] <= MANY or item.get_closest_marker("whole") is not None
+
+    cases = Counter(of(item) for item in items if item.get_closest_marker("slow") is None)
+    return [item for item in items if all_run(item) or crc32(item.nodeid.encode()) % 2]
 
 
 def over_budget(tier: str, wall_s: float, processor_s: float, cores: int) -> tuple[str, bool]:

@@ -37,7 +37,7 @@ TIMES := tests/loopback/test_prediction.py
 test: $(if $(ARGS),$(STAMP),lint) ## lint, then the core of the tests: under 5 minutes on 2 cores
 	$(PARALLEL) --maxprocesses 4 $(TIER) $(ARGS)
 
-verify: $(STAMP) ## the other tests, but for full products; its budget is 35 minutes on 2 cores
+verify: $(STAMP) ## the other tests, a third of the cases where there are many; its budget is 35 minutes on 2 cores
 	$(PARALLEL) --maxprocesses 4 --ignore $(TIMES) $(SAMPLE) $(TIER) $(ARGS)
 	$(if $(filter tests/%,$(ARGS)),,$(PARALLEL) --maxprocesses 4 -p tests.fakecuda.everywhere --ignore $(TIMES) $(SAMPLE) tests/loopback $(ARGS))
 	$(if $(ARGS),,OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(TIMES))

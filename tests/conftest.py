@@ -28,7 +28,7 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)  # what is started here must not se
 
 def pytest_addoption(parser):
     parser.addoption("--tier", choices=list(BUDGET_S), help="one tier's tests (tests/tiers.py)")
-    parser.addoption("--sample", action="store_true", help="half of the cases of a test that has many")
+    parser.addoption("--sample", action="store_true", help="a third of the cases of a test that has many")
 
 
 def pytest_ignore_collect(collection_path, config):
@@ -50,7 +50,8 @@ def pytest_collection_modifyitems(config, items):
                   if runs(tier, is_core(item.path, item.get_closest_marker("core") is not None))
                   and not (elsewhere and not stays(item))]
     if len(chosen) < len(items):
-        config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
+        left = {*items} - {*chosen}
+        config.hook.pytest_deselected(items=[item for item in items if item in left])
         items[:] = chosen
 
 

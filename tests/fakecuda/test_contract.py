@@ -13,7 +13,6 @@ from threed.schema import Config
 CELLS = each_value(covering())  # each value of each axis
 
 
-@pytest.mark.whole
 @pytest.mark.parametrize("cell", [pytest.param(cell, id=cell.id) for cell in CELLS])
 def test_cell(cell, references, fake_gpus):
     config = cell_config(cell, ranks=8)

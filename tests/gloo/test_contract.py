@@ -12,7 +12,6 @@ from threed.schema import Config
 QUICK = each_value(covering())
 
 
-@pytest.mark.whole
 @pytest.mark.parametrize("cell", [
     pytest.param(cell, id=cell.id, marks=[pytest.mark.slow] * (cell not in QUICK)) for cell in covering()])
 def test_cell(cell, workers, references):

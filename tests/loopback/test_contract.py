@@ -42,7 +42,6 @@ def pytest_generate_tests(metafunc):
             pytest.param(cell, id=cell.id, marks=[pytest.mark.core] * (cell in CORE)) for cell in some])
 
 
-@pytest.mark.whole
 def test_cell(cell, references):
     """A cell that works only in the table, or is refused there and runs (or is refused for another
     reason)."""

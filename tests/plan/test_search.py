@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-from operator import add
 
 import pytest
 from typer.testing import CliRunner
 
 import threed
-from tests.layouts import H100, QUIET, TOY, compared, full_s, searched, short_s
+from tests.layouts import QUIET, TOY, full_s, searched, short_s
 from threed.base.errors import ConfigError, InputError
 from threed.cli.main import app
-from threed.layout_search.bounds import Bounds
 from threed.layout_search.layout import KEYS, Layout, changes, config_of
 from threed.layout_search.request import ask
 from threed.layout_search.search import RankedLayout, Ranking, show
-from threed.layout_search.short_plan import ShortPlans
 from threed.layout_search.space import NEEDLESS, NO_BATCH, NO_SHAPE, SLOWER
 from threed.prediction.hardware import Hardware
 
@@ -28,20 +25,6 @@ def test_traffic_that_more_microbatches_hide():
     layout = Layout(4, 2, 2, "dp-pp-tp", "breadth-first", 2, 2, True, 0, 2, reduce_dtype="bf16")
     config = config_of(layout, base)
     assert short_s(config, slow) == pytest.approx(full_s(config, slow), rel=0.02)
-
-
-def test_bound():
-    """A bound above a step, or above its memory, would drop the best."""
-    base = threed.load("configs/llama3-8b.yaml", ["model.layers=8", "train.global_batch_size=32", *QUIET])
-    bounds = Bounds(base, H100)
-    for row in compared(base, H100, 7, 12, 8):
-        short, filled = ShortPlans(config_of(row.layout, base), H100), bounds.filled(row.layout)
-        bound_s = max(bounds.step_s(row.layout), filled.step_s)
-        assert 0.3 * row.full_s < bound_s <= 1.001 * short.free_s() <= 1.002 * row.full_s, row
-        assert bounds.reduced_s(row.layout) <= row.full_s, row
-        fixed = bounds.fixed_bytes(row.layout)
-        assert max(map(add, fixed, filled.saved_bytes)) <= row.full_bytes, row
-        assert 0.4 * row.full_bytes < max(map(add, fixed, short.working_bytes)) <= row.full_bytes, row
 
 
 # ---------------------------------------------------------------- what stays fixed

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from operator import add
+
 import pytest
 
 import threed
@@ -22,6 +24,20 @@ def shared():
     """What plans of one model share is computed once, as in a search."""
     with remembering():
         yield
+
+
+def test_bound():
+    """A bound above a step, or above its memory, would drop the best."""
+    base = threed.load("configs/llama3-8b.yaml", ["model.layers=8", "train.global_batch_size=32", *QUIET])
+    bounds = Bounds(base, H100)
+    for row in compared(base, H100, 7, 12, 8):
+        short, filled = ShortPlans(config_of(row.layout, base), H100), bounds.filled(row.layout)
+        bound_s = max(bounds.step_s(row.layout), filled.step_s)
+        assert 0.3 * row.full_s < bound_s <= 1.001 * short.free_s() <= 1.002 * row.full_s, row
+        assert bounds.reduced_s(row.layout) <= row.full_s, row
+        fixed = bounds.fixed_bytes(row.layout)
+        assert max(map(add, fixed, filled.saved_bytes)) <= row.full_bytes, row
+        assert 0.4 * row.full_bytes < max(map(add, fixed, short.working_bytes)) <= row.full_bytes, row
 
 
 @pytest.mark.parametrize("hardware", ["h100-sxm", "a100-sxm,adapter_gbps=25"])  # computation, and traffic

@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[2]
 SMALLEST = {
     "foresight.offload": "",
     "foresight.published": "",
+    "foresight.regret": "--hardware cpu-core --layouts 2 --ranks 2",
     "foresight.search": "--layouts 3",
     "gpu.offload": "--quick",
     "peers.moe": "--quick --ep 2 --layers 1 --hidden 64 --heads 2 --inner 32 --only threed",

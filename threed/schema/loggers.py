@@ -13,7 +13,7 @@ class LoggerRow:
     """A row of `LOGGERS`."""
 
     kind: str | Callable[[], Any]  # the class, or "module:Class", which is imported when a run has the logger
-    library: str = ""  # that the logger imports; "": none
+    module: str = ""  # of the library that the logger imports; "": none
     package: str = ""  # what pip calls the library
     draws: bool = False  # whether it takes pictures (`monitor.timeline_every`)
 

@@ -79,7 +79,7 @@ def check_installed(config: Config) -> None:
     """InputError where the library of a logger is not here."""
     for name in config.monitor.loggers:
         row, disabled = LOGGERS[name], name == "wandb" and config.monitor.wandb == "disabled"
-        if row.library and not disabled and find_spec(row.library) is None:
+        if row.module and not disabled and find_spec(row.module) is None:
             raise InputError(f"monitor.loggers has {name}, whose library is not installed here: pip install "
                              f"{row.package}, or leave {name} out")
 

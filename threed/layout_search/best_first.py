@@ -171,8 +171,8 @@ class Search:
             return
         plain = space.recomputing(group.shape, group.rank)
         filled, taken = self.bounds.filled(plain), self.bounds.taken_bytes(plain)
-        some = self._of_use([each._replace(bound_s=max(
-            bound_s, filled.step_s, self.bounds.reduced_s(each.variant.layout)))
+        least_s = max(bound_s, filled.step_s)
+        some = self._of_use([each._replace(bound_s=max(least_s, self.bounds.reduced_s(each.variant.layout)))
                              for each in some])
         alike = ShortPlans(config_of(plain, self.base), self.hardware)
         for variant, fixed, bound_s in some:
@@ -200,6 +200,12 @@ class Search:
         if nearest is None or size < nearest[0]:
             self.result.nearest = size, layout
         self.result.dropped[NO_MEMORY] += 1
+        return False
+
+    def _host_fits(self, short: ShortPlans) -> bool:
+        if short.host_fits():
+            return True
+        self.result.dropped[NO_HOST] += 1
         return False
 
     def _limit_of(self, layout: Layout) -> float:
@@ -233,10 +239,8 @@ class Search:
                 result.dropped[SLOWER] += 1
                 return
             size = short.peak_bytes()
-            if not self._may_fit(layout, size):
-                return
-            if not short.host_fits():
-                result.dropped[NO_HOST] += 1
+            if not (self._may_fit(layout, size) and self._host_fits(short)):
+                group.fitting[:] = [each for each in group.fitting if each is not variant]
                 return
         except ThreedError as error:
             self._refuse(1, error)

@@ -326,3 +326,26 @@ signal.setitimer(signal.ITIMER_REAL, 0)
         f"line {number}" for number in range(3000)]
     assert all(re.fullmatch(r"(line|signal) \d+", row) for row in rows)
     assert signal.SIGALRM and len(rows) == len(set(rows))
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01])
+def test_the_last_word_of_a_signal(after_s, tmp_path):
+    """A handler that says why it ends the process: within a write, within a flush, and between them."""
+    log = tmp_path / "log.txt"
+
+    def stop(number: int, _: object) -> None:
+        console.say("the last word")
+        console.leave(128 + number)
+
+    for _ in range(10):
+        if not (child := os.fork()):
+            os.dup2(os.open(log, os.O_CREAT | os.O_WRONLY | os.O_TRUNC), 2)
+            sys.stderr = os.fdopen(2, "w", closefd=False)
+            signal.signal(signal.SIGALRM, stop)
+            signal.setitimer(signal.ITIMER_REAL, after_s + 1e-6)
+            for count in range(10 ** 9):
+                console.say(f"line {count}")
+                console.flush()
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 128 + signal.SIGALRM
+        *rows, last = log.read_text().splitlines()
+        assert last == "threed: the last word" and rows == [f"threed: line {n}" for n in range(len(rows))]

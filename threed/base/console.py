@@ -48,24 +48,36 @@ class Outlet:
         self._bytes, self._lost, self._stuck = 0, 0, False  # bytes that wait, and lines that are left out
         self._in_line = False  # whether the last byte that was taken ended no line
         self._lock, self._writer = threading.RLock(), 0
+        self.status: int | None = None  # with which the process ends when the write that goes on is over
+
+    def interrupted(self) -> bool:
+        """Whether this is a signal's handler within a write, which goes on when the handler returns."""
+        return self._writer == threading.get_ident()
 
     def write(self, data: bytes) -> None:
         """Write whole lines, or what waits for a reader before them."""
         self._given.append(data)
-        while self._given:
-            if self._writer == threading.get_ident():  # a signal's handler, within a write: that one goes on
-                return
-            with self._writing():
-                while self._given:
-                    self._write(self._given.popleft())
+        self._write_given()
 
     def flush(self) -> None:
         """Write what waits, as long as somebody reads."""
+        if self.interrupted():
+            return
         with self._writing():
             before = -1
             while self._bytes not in (0, before):
                 before = self._bytes
                 self._drain(END_S)
+        self._write_given()
+
+    def _write_given(self) -> None:
+        while self._given and not self.interrupted():
+            with self._writing():
+                while self._given:
+                    self._write(self._given.popleft())
+        if self.status is not None and not self.interrupted():
+            status, self.status = self.status, None
+            leave(status)
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
@@ -274,6 +286,17 @@ def flush() -> None:
             stream.flush()
     OUT.flush()
     ERR.flush()
+
+
+def leave(status: int) -> None:
+    """End this process at once, when what was said is written. Where a signal's handler calls it within a
+    write, it returns, and the write ends the process: the handler must do no more."""
+    for outlet in (OUT, ERR):
+        if outlet.interrupted():
+            outlet.status = status
+            return
+    flush()
+    os._exit(status)
 
 
 def open_standard() -> None:

@@ -53,4 +53,4 @@ def leave(number: int, _: FrameType | None) -> None:
     """End with a word."""
     if console.speaks_for_machine():
         console.say(f"stopped by {signal.Signals(number).name} before the first step")
-    os._exit(128 + number)
+    console.leave(128 + number)

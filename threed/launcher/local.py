@@ -20,7 +20,7 @@ from typing import Any
 
 from threed import devices
 from threed.base import marks
-from threed.base.console import RECORD, say
+from threed.base.console import RECORD, leave, say
 from threed.base.errors import InputError
 from threed.base.requests import StopRequests
 from threed.base.restart import FailureNote, RankSteps, Restarts
@@ -74,7 +74,8 @@ class LocalLauncher:
                 if self.preparing is not None:
                     self.preparing.kill()
                 say(f"stopped by {signal.Signals(number).name} {self.when}")
-                os._exit(128 + number)
+                leave(128 + number)
+                return
             if not self.asked.again(number):
                 return
             if self.asked.times == 1:

@@ -170,7 +170,7 @@ def prepare_apart(config: Config, say: Callable[[str], None]) -> Prepared:
     def leave(number: int, _: Any) -> None:
         preparing.kill()
         console.say(f"stopped by {signal.Signals(number).name}; the data are not prepared")
-        os._exit(128 + number)
+        console.leave(128 + number)
 
     handle(STOPS, leave)
     preparing.start()

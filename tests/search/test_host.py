@@ -126,11 +126,12 @@ def test_a_run_is_refused_before_anything_is_allocated(monkeypatch):
     analysis, mesh = analyse(config), make_mesh(config)
     need = needed(AWAY, 2)
     monkeypatch.setattr(host_room, "memory_bytes", lambda: size)
+    free = 100 * need
     monkeypatch.setattr(host_room, "like", lambda device: "h100-sxm")
 
     def comm() -> Any:
         return SimpleNamespace(mesh=mesh, rank=0, device=torch.device("cpu"), broadcast=lambda value: value,
-                               all_gather=lambda mine: [10 * need, 10 * need, mine, mine])
+                               all_gather=lambda mine: [(10 * need, free)] * 2 + [(mine[0], free)] * 2)
 
     size = 2 * need
     hosts = ["a", "a", "b", "b"]
@@ -139,6 +140,9 @@ def test_a_run_is_refused_before_anything_is_allocated(monkeypatch):
     assert "2 ranks on b will hold" in check_hosts(config, analysis, comm(), hosts)[0]
     size = round(0.9 * bytes_of(mesh, [2, 3], [*map(RankBytes.of, stages(analysis))]))
     with pytest.raises(InputError, match=r"2 ranks on b will hold .* and it has .*; it fits with"):
+        check_hosts(config, analysis, comm(), hosts)
+    size, free = 10 * need, need // 2  # others use it
+    with pytest.raises(InputError, match=r"2 ranks on a will hold .* and it has .*, of which .* are free"):
         check_hosts(config, analysis, comm(), hosts)
     nothing = threed.load(TOY, ["checkpoint.background=false"])
     silent = SimpleNamespace(mesh=make_mesh(nothing))

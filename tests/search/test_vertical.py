@@ -11,7 +11,7 @@ import pytest
 import threed
 from tests.harness import tiny
 from threed.base.errors import ConfigError, Idle, InputError
-from threed.config.validate import validate
+from threed.config.validate import validate, warnings
 from threed.layout_search.layout import schedules
 from threed.layout_search.request import ask
 from threed.planner import analyse, make_pipeline, make_plan
@@ -249,3 +249,14 @@ def test_search_leaves_it_out(override, says):
     with pytest.raises(InputError, match=says):
         ask("configs/toy.yaml", [override])
     assert "vertical" not in schedules()
+
+
+def test_a_group_that_does_not_fill_the_pipeline():
+    """A warning: each group fills and drains it."""
+    def lines(*overrides: str) -> list[str]:
+        return warnings(threed.load("configs/toy.yaml", ["parallel.schedule=vertical", "parallel.pp=4",
+                                                         "parallel.dp=1", "parallel.tp=1",
+                                                         "train.global_batch_size=16", *overrides]))
+
+    assert any("parallel.group=2 is less than parallel.pp=4" in line for line in lines("parallel.group=2"))
+    assert not any("parallel.group" in line for line in (*lines("parallel.group=4"), *lines()))

@@ -305,6 +305,11 @@ def warnings(config: Config) -> list[str]:
     if config.num_microbatches < config.num_stages and config.parallel.pp > 1:
         lines.append(f"{config.num_microbatches} micro-batches for {config.num_stages} pipeline stages: most "
                      "of the step is bubble; raise train.global_batch_size or lower train.micro_batch_size")
+    group, pp = config.parallel.group, config.parallel.pp
+    if isinstance(group, int) and config.grouped and group < pp:
+        lines.append(f"parallel.group={group} is less than parallel.pp={pp}: each group fills and drains the "
+                     "pipeline, most of which is idle meanwhile; use groups of several times as many "
+                     "micro-batches as positions")
     if config.activation.partition and (config.parallel.sequence_parallel or config.parallel.tp == 1):
         why = ("sequence parallelism has cut kept inputs over tp already" if config.parallel.sequence_parallel
                else "parallel.tp=1: there is nobody to share kept inputs with")

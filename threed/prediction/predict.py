@@ -95,7 +95,8 @@ def predicted(what: Config | Plan, hardware: str = "", costs: str | Path | None 
     check_type("hardware", hardware, str, 'a text such as "h100-sxm,adapter_gbps=200"')
     room = plan_room(machine_of(hardware, what), what) if isinstance(what, Config) else None
     machine, step = priced(analysed(what, room), hardware, costs, imbalance)
-    return prediction(step, machine, parse_tokens(tokens), not hardware and costs is None)
+    given = what if isinstance(what, Config) else None
+    return prediction(step, machine, parse_tokens(tokens), not hardware and costs is None, given)
 
 
 def parse_tokens(tokens: float | str | None) -> float | None:
@@ -142,14 +143,15 @@ def machine_of(hardware: str, config: Config) -> Hardware:
 
 
 def prediction(priced: PricedPlan, machine: Hardware, tokens: float | None = None,
-               is_usual: bool = False) -> MachinePrediction:
-    """Of a plan with its costs. `tokens`: of a whole training. `is_usual`: as in MachinePrediction."""
+               is_usual: bool = False, given: Config | None = None) -> MachinePrediction:
+    """Of a plan with its costs. `tokens`: of a whole training. `is_usual`: as in MachinePrediction. `given`:
+    the config before what is `auto` was decided, for settings that would fit; None: that of the plan."""
     config = config_of(priced.plan)
     model, ranks = config.model, make_mesh(config).size
     step = predicted_step(priced, machine, config.run.verify_every)
     memory = memory_of(machine, config)
     use = host.use_of(config, machine, [row.summary for row in step.stages])
-    small, few = too_much(step.peaks, machine, memory), host.too_much(use, machine, config)
+    small, few = too_much(step.peaks, machine, memory), host.too_much(use, machine, given or config)
     if tokens is not None and model.counted != "tokens":
         raise InputError(f"tokens={tokens:g}: the model has layers of your own, which count {model.counted}; "
                          "leave it out")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from psutil import virtual_memory
+
 from threed.base.errors import InputError
 from threed.base.quantity import many, show_bytes
 from threed.comm.group import Comm
@@ -19,22 +21,25 @@ from threed.schema import Config
 
 def check_hosts(config: Config, analysis: Analysis, comm: Comm, hosts: Sequence[str]) -> list[str]:
     """Warnings, of hosts with little memory beside what their ranks need. InputError, on all ranks, where a
-    host has less than that. `hosts`: the name of each rank's."""
+    host has less than that, or others use too much of it. `config`: as it was given, of which the plan has
+    decided what is `auto`. `hosts`: the name of each rank's."""
     table = analysis.table
     rows = [RankBytes(host_bytes(analysis, position), snapshot_bytes(table, position))
             for position in range(table.num_positions)]
     if not any(map(any, rows)):
         return []
-    memory, warnings = comm.all_gather(memory_bytes()), list[str]()
+    memory, warnings = comm.all_gather((memory_bytes(), virtual_memory().available)), list[str]()
     machine = Hardware.parse(like(comm.device))
     for name in dict.fromkeys(hosts):
         ranks = [rank for rank, host in enumerate(hosts) if host == name]
-        needed, has = bytes_of(comm.mesh, ranks, rows), min(memory[rank] for rank in ranks)
+        needed = bytes_of(comm.mesh, ranks, rows)
+        has, free = (min(memory[rank][which] for rank in ranks) for which in (0, 1))
         here = replace(machine, host_memory_gb=has / 1e9, devices=len(ranks))
         what = f"{many(len(ranks), 'rank')} on {name} will hold {show_bytes(needed)} in its memory"
-        if needed > has:
+        if needed > min(has, free):
             todo = show_remedies(remedies(config, here)) if comm.rank == 0 else ""
-            raise InputError(f"{what}, and it has {show_bytes(has)}; {comm.broadcast(todo)}")
+            used = f", of which {show_bytes(free)} are free" * (free < has)
+            raise InputError(f"{what}, and it has {show_bytes(has)}{used}; {comm.broadcast(todo)}")
         if needed > here.usable_host_bytes:
             warnings.append(f"{what}, and it has {show_bytes(has)}: {show_bytes(has - needed)} are left for "
                             "the processes themselves, the system and its caches")

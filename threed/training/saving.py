@@ -4,28 +4,22 @@ them."""
 from __future__ import annotations
 
 import math
-import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
-from threed.base.errors import InputError, NotSaved
+from threed.base.errors import NotSaved
 from threed.base.quantity import show_bytes, show_seconds
 from threed.checkpoint.copy import Copied, Copier
 from threed.checkpoint.format import folder
 from threed.checkpoint.load import Resumed
 from threed.checkpoint.save import Outcome, Saver, SaveStage
-from threed.comm.group import Comm
 from threed.engine.engine import Engine
 from threed.engine.watch import Watch
 from threed.monitor.log import Log
-from threed.program.instruction import SlotKind
-from threed.program.plan import Plan
-from threed.program.seam import seam_of
 from threed.program.trace import Trace
 from threed.schema import Config
 
@@ -33,21 +27,6 @@ TRIES, PAUSE_S = 3, 2.0  # for the last checkpoint of a run: a disk may be full 
 SAY_EVERY_S = 30.0  # while a run waits for a disk
 POLL_S = 0.2  # while a run waits for its last copy
 PATIENCE_S = 10.0  # how long a run waits for a save under way when the next one is due
-
-
-def check_room(plan: Plan, comm: Comm) -> None:
-    """InputError where a host lacks memory for the copies from which its ranks write checkpoints."""
-    table, here = plan.table, socket.gethostname()
-    copies = [slot for slot in seam_of(table, comm.here.position) if slot.kind == SlotKind.SNAPSHOT]
-    mine = sum(table.size(slot) for slot in copies
-               if comm.is_first_copy(table.parameters[slot.unit].fold))
-    everywhere = comm.all_gather((here, mine))
-    wanted = sum(size for host, size in everywhere if host == here)
-    free = psutil.virtual_memory().available
-    if mine and wanted > free:
-        raise InputError(f"checkpoint.background=true: the ranks on {here} keep {show_bytes(wanted)} in its "
-                         f"memory, a copy of what a checkpoint holds, and {show_bytes(free)} are free; set "
-                         "checkpoint.background=false, or put fewer ranks on a host")
 
 
 class Checkpoints:

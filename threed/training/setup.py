@@ -54,7 +54,6 @@ from threed.schema import Config
 from threed.training.callbacks import in_order
 from threed.training.hooks import Callback
 from threed.training.host_room import check_hosts
-from threed.training.saving import check_room
 from threed.training.trainer import Trainer
 
 PREPARED = "threed/prepared"  # key of the store: rank 0 has prepared the data
@@ -87,8 +86,7 @@ def train(job: Job, local_rank: int, requests: Requests, watch: Watch, store: An
     looks = local_rank == 0  # at shared files, for its host
     prepared = _share_data(job, watch, comm, requests, store, looks)
     data = open_splits(config, prepared)
-    few = check_hosts(config, analysis, comm, watch.hosts)
-    check_room(analysis.plan, comm)
+    few = check_hosts(job.config, analysis, comm, watch.hosts)
     threads = step_threads(comm, watch.hosts)
     with running(analysis, comm, watch) as engine:
         engine.zero.host_threads = threads

@@ -241,6 +241,25 @@ def test_instructions_are_read_by_name(module):
     assert not by_number.findall(MODULES[module].read_text())
 
 
+def test_a_setting_of_a_layout_has_two_homes():
+    """What a search tries besides mesh, schedule and micro-batch is named in layout.py, which says what it
+    does, and in space.py, which says when to try it. (request.py knows which other keys go with it.)"""
+    homes, usual = ("layout", "space", "request"), {"tp", "pp", "dp", "schedule", "micro_batch_size"}
+    (fields,) = (node for node in TREES["layout_search.layout"].body
+                 if isinstance(node, ast.ClassDef) and node.name == "Layout")
+    names = {node.target.id for node in fields.body
+             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)} - usual
+    assert "residency" in names
+    for module, tree in TREES.items():
+        if module.startswith("layout_search.") and module.rpartition(".")[2] not in homes:
+            said = {node.attr for node in ast.walk(tree)
+                    if isinstance(node, ast.Attribute) and ast.unparse(node.value).endswith("layout")}
+            said |= {key.arg for node in ast.walk(tree) if isinstance(node, ast.Call)
+                     and ast.unparse(node.func).endswith(("_replace", "Layout")) for key in node.keywords}
+            said |= {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+            assert not said & names, f"{MODULES[module]} names {', '.join(sorted(said & names))}"
+
+
 def test_values_have_named_fields():
     """A dict that is made and then read by literal keys: a wrong key is found when it is read, if ever."""
     reads = [node for tree in TREES.values() for node in ast.walk(tree)

@@ -108,10 +108,10 @@ def test_what_would_help():
     base = threed.load("configs/llama3-8b.yaml", ["model.layers=8", "train.global_batch_size=64", *QUIET])
     search = Search(base, H100, int(80e9))
     found = search.run(16, {"dp": 16, "policy": "full", "micro_batch_size": 1}).timed[0]
-    gains = helps(base, H100, found.layout, ShortPlans(config_of(found.layout, base), H100))
+    gains = helps(ShortPlans(config_of(found.layout, base), H100))
     slow = Hardware.parse("h100-sxm,adapter_gbps=5")
     layout = Search(base, slow, int(80e9)).run(16, {"dp": 16}).timed[0].layout
-    assert helps(base, slow, layout, ShortPlans(config_of(layout, base), slow))[
+    assert helps(ShortPlans(config_of(layout, base), slow))[
         "precision.reduce_dtype=bf16 (rounds)"] > 0.1
     assert gains["memory for no recomputation"] > 0.15 and all(0 < gain < 1 for gain in gains.values())
 

@@ -180,8 +180,8 @@ class Search:
                 yield bound_s, _Candidate(variant, group, alike, fixed)
 
     def _working_bytes(self, layout: Layout, alike: ShortPlans) -> list[int]:
-        """As of ShortPlans: how ranks are numbered changes nothing."""
-        own = layout.of_activations()._replace(axis_order="pp-dp-tp")
+        """As of ShortPlans."""
+        own = layout.of_working()
         if own not in self._working:
             self._working[own] = alike.working_bytes
         return self._working[own]

@@ -7,12 +7,11 @@ Prices and sizes are those of a table of all units on one position.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from operator import add
 from typing import NamedTuple
 
 from threed.base.mesh import axes_of
-from threed.layout_search.cuts import Cuts, place_of
+from threed.layout_search.cuts import Cuts
 from threed.layout_search.layout import Layout, config_of
 from threed.layout_search.short_plan import FORWARDS_FIRST, steady_count
 from threed.planner.auto import marked_table
@@ -25,7 +24,7 @@ from threed.program.instruction import Instruction, Op, Slot, SlotKind
 from threed.program.plan import Plan
 from threed.program.summary import unit_bytes
 from threed.program.table import Table
-from threed.schedules.orders import SCHEDULES, Order, Task
+from threed.schedules.orders import Task
 from threed.schedules.timed import StageTimes, spans
 from threed.schema import Config
 
@@ -65,9 +64,8 @@ class Bounds(Cuts):
     def step_s(self, layout: Layout) -> float:
         """Seconds: no step is shorter. The first forward of a position waits for those of the stages before
         its first one; then it computes all of its micro-batches."""
-        place = place_of(layout.schedule, layout.pp, layout.virtual_stages)
         stages, m = self._stage_prices(layout), self.microbatches(layout)
-        return max(m * computes + sum(stage.forward for stage in stages[:place.index(position)])
+        return max(m * computes + sum(stage.forward for stage in stages[:layout.place.index(position)])
                    for position, computes in enumerate(self._busy(layout)))
 
     def microbatches(self, layout: Layout) -> int:
@@ -79,12 +77,12 @@ class Bounds(Cuts):
 
     def filled(self, layout: Layout) -> Filled:
         """What the order of its schedule takes, with messages and updates that take no time."""
-        m, p, v = self.microbatches(layout), layout.pp, layout.virtual_stages
-        count, stages = steady_count(layout.schedule, p, m), self._stage_prices(layout)
-        order, place = order_of(layout.schedule, p, count, v, layout.pair), place_of(layout.schedule, p, v)
+        m, stages = self.microbatches(layout), self._stage_prices(layout)
+        count = steady_count(layout.schedule, layout.pp, m)
+        order = layout.order(count)
         times = StageTimes([each.forward for each in stages],
                            [each.backward - each.weight for each in stages], [each.weight for each in stages])
-        at_work = spans(order, place, times)
+        at_work = spans(order, layout.place, times)
         end_s = max(end for _, end in at_work)
         step_s = end_s if m == count else 0.0
         for (start, end), busy, tasks in zip(at_work, self._busy(layout), order, strict=True):
@@ -102,7 +100,7 @@ class Bounds(Cuts):
         takes = [0.0] * layout.pp
         for position, stage in self.placed(layout):
             takes[position] += sum(units[stage])
-        if layout.stage >= 2 and layout.reduce_every == 1:
+        if layout.reduces_often:
             return m * max(takes)
         busy = self._busy(layout)
         before = [m * busy[position] - stage.again - stage.backward for (position, _), stage in zip(
@@ -119,9 +117,9 @@ class Bounds(Cuts):
             # (a tied embedding counts once)
             rows[position].append({p: each for unit in units[stage] for p, each in unit.items()})
         # Between micro-batches the gradients of all units are whole.
-        summed = layout.reduce_every == "step" and self.microbatches(layout) > 1
+        summed = layout.adds_whole and self.microbatches(layout) > 1
         ahead = 1 if self.config.zero.prefetch is None else self.config.zero.prefetch
-        return [_held(row, layout.residency, ahead, summed) for row in rows]
+        return [_held(row, layout, ahead, summed) for row in rows]
 
     def taken_bytes(self, layout: Layout) -> int:
         """Bytes of a device that CUDA and communicators take, at least."""
@@ -155,13 +153,13 @@ class Bounds(Cuts):
                 forward, backward, weight, again = (seconds(0, Instruction(op, unit, 0)) for op in (
                     Op.FORWARD, Op.BACKWARD, Op.BACKWARD_WEIGHT, Op.RECOMPUTE))
                 repeated = table.units[unit].recompute and unit != table.last
-                some = table.units[unit].recompute or layout.policy == "budget"
+                some = table.units[unit].recompute or layout.budgeted
                 saved = 0 if some else table.size(Slot(SlotKind.SAVED, unit))
                 return UnitPrice(forward, backward, again * repeated, weight, saved)
 
             return [*map(of, range(len(table.units)))]
 
-        return self.once(("prices", alone, where, layout.policy), price)
+        return self.once(("prices", alone, where, layout.budgeted), price)
 
     def _reduced(self, layout: Layout) -> Sequence[float]:
         """Seconds that a reduction of each unit's gradients takes, over its shard group. (A tied embedding's
@@ -197,11 +195,6 @@ def _fixed(table: Table) -> list[dict[int, UnitBytes]]:
     return [{p: bytes_of[p] for p in unit.parameters} for unit in table.units]
 
 
-@lru_cache(64)
-def order_of(name: str, p: int, m: int, v: int, pair: bool) -> Order:
-    return SCHEDULES[name].order(p, m, v, pair)
-
-
 def most_saved(tasks: Sequence[Task], stages: Sequence[UnitPrice]) -> int:
     """Bytes at their most of what the tasks of a position save."""
     now = most = 0
@@ -212,15 +205,11 @@ def most_saved(tasks: Sequence[Task], stages: Sequence[UnitPrice]) -> int:
     return most
 
 
-def _held(stages: list[dict[int, UnitBytes]], residency: int | str | None, ahead: int, summed: bool) -> int:
+def _held(stages: list[dict[int, UnitBytes]], layout: Layout, ahead: int, summed: bool) -> int:
     """Bytes of a position's stages, with buffers. `ahead`: units that are gathered before their turn.
     `summed`: whole gradients of all units at a time."""
     whole = {p: each for stage in stages for p, each in stage.items()}
-    gathered = sorted((each.gathered for each in whole.values()), reverse=True)
-    if residency == "stage":
-        gathered = gathered[:max(sum(each.gathered > 0 for each in stage.values()) for stage in stages)]
-    elif isinstance(residency, int):
-        gathered = gathered[:residency + ahead]
+    gathered = layout.alive([[each.gathered for each in stage.values()] for stage in stages], ahead)
     gradients = sorted((each.gradient for each in whole.values()), reverse=True)
     # One is sent while the next is computed.
     return sum(each.fixed for each in whole.values()) + sum(gathered) + sum(gradients[:None if summed else 2])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any, TypeVar
 
 from threed.base.errors import InputError
@@ -14,7 +13,6 @@ from threed.config.stages import stage_runs
 from threed.layout_search.layout import Layout, config_of
 from threed.models.tiling import cut_layers
 from threed.planner.facts import make_table, stage_sizes
-from threed.schedules.orders import SCHEDULES
 from threed.schema import Config
 
 T = TypeVar("T")
@@ -36,12 +34,11 @@ class Cuts:
         """The position of each stage, and its units."""
         ends = self.stages(layout)
         assert ends is not None, layout
-        place = place_of(layout.schedule, layout.pp, layout.virtual_stages)
-        return [(position, slice(*each)) for position, each in zip(place, ends, strict=True)]
+        return [(position, slice(*each)) for position, each in zip(layout.place, ends, strict=True)]
 
     def stages(self, layout: Layout) -> list[tuple[int, int]] | None:
         """The units of each stage: the first, and one past the last; None where the model has too few."""
-        count = len(place_of(layout.schedule, layout.pp, layout.virtual_stages))
+        count = len(layout.place)
         return self.once(("stages", layout.of_model(), count), lambda: self._stages(layout, count))
 
     def units(self, layout: Layout) -> int:
@@ -62,7 +59,7 @@ class Cuts:
         def limits() -> tuple[str, ...]:
             size = self.largest(layout) * BYTES[self.config.precision.dtype]
             some = [f"{1 << (size // parts).bit_length() - 21}MiB" for parts in (2, 8) if size // parts >> 20]
-            return tuple(limit for limit in some if self._can_cut(layout._replace(tile_linears=limit)))
+            return tuple(limit for limit in some if self._can_cut(layout.with_tiles(limit)))
 
         return () if self.config.model.own_layers else self.once(("tiles", layout.of_model()), limits)
 
@@ -85,9 +82,3 @@ class Cuts:
             return None
         ends = [*itertools.accumulate(asked or stage_sizes(config, count), initial=0)]
         return [*itertools.pairwise(ends)]
-
-
-@lru_cache(512)
-def place_of(name: str, p: int, v: int) -> tuple[int, ...]:
-    """The position of each stage."""
-    return SCHEDULES[name].place(p, v)

@@ -6,30 +6,28 @@ from dataclasses import replace
 from functools import partial
 
 from threed.base.quantity import BYTES
-from threed.layout_search.layout import Layout
 from threed.layout_search.short_plan import ShortPlans
-from threed.prediction.hardware import Hardware
 from threed.program.instruction import Op, Tier
 from threed.program.table import Table
-from threed.schema import Config
 
 
-def helps(base: Config, hardware: Hardware, layout: Layout, plans: ShortPlans) -> dict[str, float]:
-    """By how much a step would be shorter (as a share, a sequence) with something else, the most first: what
-    would help. `plans`: of the layout."""
+def helps(plans: ShortPlans) -> dict[str, float]:
+    """By how much a layout's step would be shorter (as a share, a sequence) with something else, the most
+    first: what would help."""
+    config, hardware = plans.config, plans.hardware
     values = {"a global batch twice as large": plans.would_take_s(times=2) / 2}
-    if layout.tp > 1 or layout.dp > 1 or layout.pp > 1:
+    if config.world_size > 1:
         values["adapters twice as fast"] = plans.would_take_s(
             hardware=replace(hardware, adapter_gbps=2 * hardware.adapter_gbps))
         values["links in a node twice as fast"] = plans.would_take_s(
             hardware=replace(hardware, node_gbps=2 * hardware.node_gbps))
-    dtype = base.precision.dtype
-    if layout.dp > 1 and (layout.reduce_dtype or base.precision.reduce_dtype) == "fp32" != dtype:
+    dtype = config.precision.dtype
+    if config.dp > 1 and config.precision.reduce_dtype == "fp32" != dtype:
         values[f"precision.reduce_dtype={dtype} (rounds)"] = plans.would_take_s(
             change=partial(_reduced_in, BYTES[dtype]))
-    if layout.policy != "none":
+    if config.activation.policy != "none":
         values["memory for no recomputation"] = plans.would_take_s(free=(Op.RECOMPUTE,), change=_never_again)
-    if layout.offload_optimizer:
+    if config.offload.optimizer != "none":
         values["memory for the optimizer"] = plans.would_take_s(
             free=(Op.OFFLOAD, Op.FETCH), change=_state_on_device)
     now_s = plans.would_take_s()

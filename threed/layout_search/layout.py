@@ -1,13 +1,20 @@
-"""Layouts: the settings of a config that lay work out on devices, as plain values. Only `reduce_dtype`
-changes what is computed; a search leaves it alone unless it is asked to."""
+"""Layouts: the settings of a config that lay work out on devices, as plain values, and what follows from
+them. Only `reduce_dtype` changes what is computed; a search leaves it alone unless it is asked to.
+
+Beside this file, space.py alone knows which settings there are besides mesh, schedule and micro-batch: a
+setting that is new is a field here and values there (tests/test_layers.py).
+"""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Collection
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
-from threed.schedules.orders import SCHEDULES
+from threed.config.values import get
+from threed.schedules.orders import SCHEDULES, Order
 from threed.schema import ActivationConfig, Config, OffloadConfig, ZeroConfig
 
 # Field of a layout -> key of the config
@@ -70,6 +77,44 @@ class Layout(NamedTuple):
         return (self.tp, self.pp, family, self.often, self.policy == "full", self.offload_optimizer,
                 self.reduce_dtype, self.ep)
 
+    # What follows for a step
+
+    @property
+    def place(self) -> tuple[int, ...]:
+        """The position of each stage."""
+        return _place(self.schedule, self.pp, self.virtual_stages)
+
+    def order(self, microbatches: int) -> Order:
+        """The tasks of each position."""
+        return _order(self.schedule, self.pp, microbatches, self.virtual_stages, self.pair)
+
+    @property
+    def reduces_often(self) -> bool:
+        """Whether gradients are reduced after every micro-batch."""
+        return self.stage >= 2 and self.reduce_every == 1
+
+    @property
+    def adds_whole(self) -> bool:
+        """Whether whole gradients of all units are added up, and reduced once a step."""
+        return self.reduce_every == "step"
+
+    @property
+    def budgeted(self) -> bool:
+        """Whether only a plan knows which units are computed again."""
+        return self.policy == "budget"
+
+    def alive(self, stages: list[list[int]], ahead: int) -> list[int]:
+        """Of what is gathered for each unit of a position, by stage: what is there at a time, at its most.
+        `ahead`: units that are gathered before their turn."""
+        rows = sorted((size for stage in stages for size in stage), reverse=True)
+        if self.residency == "stage":
+            return rows[:max(sum(size > 0 for size in stage) for stage in stages)]
+        return rows[:self.residency + ahead] if isinstance(self.residency, int) else rows
+
+    def with_tiles(self, limit: str) -> Layout:
+        """With layers cut into tiles of at most so many bytes."""
+        return self._replace(tile_linears=limit)
+
     # What some things depend on, as a layout whose other fields are as by default
 
     def of_model(self) -> Layout:
@@ -103,6 +148,10 @@ class Layout(NamedTuple):
         return self._replace(stage=0, shard_size=self.dp, residency=None, reduce_every=None,
                              offload_optimizer=False, reduce_dtype=None)
 
+    def of_working(self) -> Layout:
+        """What is on a device besides parameters, gradients and optimizer state."""
+        return self.of_activations()._replace(axis_order="pp-dp-tp")
+
     def text(self) -> str:
         """In a line: what a person would call it."""
         words = [f"tp {self.tp} pp {self.pp} dp {self.dp}" + f" ep {self.ep}" * (self.ep > 1)]
@@ -125,6 +174,16 @@ class Layout(NamedTuple):
         words += [f"tiles of {self.tile_linears}"] * (self.tile_linears is not None)
         words += [f"gradients sent in {self.reduce_dtype}"] * (self.reduce_dtype in ("bf16", "fp16"))
         return ", ".join(words)
+
+
+@lru_cache(512)
+def _place(name: str, p: int, v: int) -> tuple[int, ...]:
+    return SCHEDULES[name].place(p, v)
+
+
+@lru_cache(64)
+def _order(name: str, p: int, m: int, v: int, pair: bool) -> Order:
+    return SCHEDULES[name].order(p, m, v, pair)
 
 
 # Schedules of one kind: they trade memory for time in the same way.
@@ -181,6 +240,17 @@ def config_of(layout: Layout, base: Config) -> Config:
     config.model.tile_linears = layout.tile_linears
     config.precision.reduce_dtype = layout.reduce_dtype or base.precision.reduce_dtype
     return config
+
+
+def fields_of(config: Config, keys: Collection[str]) -> dict[str, Any]:
+    """Field of a layout -> what some keys of a config say of it; none of a key that leaves it open. (null is
+    what the schedule or the ZeRO stage has; of tiles, that there are none.)"""
+    fields = {name: get(config, key) for name, key in KEYS.items() if key in keys}
+    for name in ("offload_activations", "offload_optimizer"):
+        if name in fields:
+            fields[name] = fields[name] != "none"
+    return {name: value for name, value in fields.items()
+            if (value is not None or name == "tile_linears") and (name, value) != ("dp", "auto")}
 
 
 def changes(config: Config, base: Config) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from threed.config.load import ConfigSource, of_values, uncombined
 from threed.config.named import joined
 from threed.config.validate import validate
 from threed.config.values import get
-from threed.layout_search.layout import KEYS, Layout, changes, config_of
+from threed.layout_search.layout import KEYS, Layout, changes, config_of, fields_of
 from threed.schema import Config
 
 _LAYOUT = frozenset(KEYS.values())
@@ -80,12 +80,11 @@ def ask(path: str | Path, overrides: list[str] | None = None, rounding: bool = F
     where = str(path)
     typed = uncombined({**values, **used, **kept, **fixed}, where)
     plain = of_values({**values, "parallel.dp": 1}, where)
-    base, fields = copy.deepcopy(plain), _fields(typed, fixed)
+    base, fields = copy.deepcopy(plain), fields_of(typed, fixed)
     for key in (*_WHERE_USED, *kept, KEYS["offload_optimizer"]):
         section, name = key.split(".")
         setattr(getattr(base, section), name, get(typed, key))
-    some = {name: fields[name] for name in ("stage", "policy", "offload_optimizer") if name in fields}
-    for problem in validate(config_of(Layout(**some), base)):
+    for problem in validate(config_of(Layout(**fields), base)):
         if problem.key == KEYS["policy"] or _USED_BY.get(problem.key):
             raise InputError(str(problem))
     if rounding and base.precision.dtype == "fp32":
@@ -105,18 +104,6 @@ def _implied(kept: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
                                  f"leave one of them out, or set {other}={needed}")
             implied[other] = given
     return implied
-
-
-def _fields(typed: Config, fixed: dict[str, Any]) -> dict[str, Any]:
-    """Field of a layout -> the value that it must have."""
-    fields = {name: get(typed, key) for name, key in KEYS.items() if key in fixed}
-    for name in ("offload_activations", "offload_optimizer"):
-        if name in fields:
-            fields[name] = fields[name] != "none"
-    if fixed.get(KEYS["dp"]) == "auto":
-        del fields["dp"]
-    # null: what the schedule or the ZeRO stage has; of tiles, that there are none
-    return {name: value for name, value in fields.items() if value is not None or name == "tile_linears"}
 
 
 def write(file: Path, values: dict[str, Any], head: str) -> None:

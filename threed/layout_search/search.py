@@ -19,7 +19,7 @@ from threed.layout_search.helps import helps
 from threed.layout_search.layout import Layout
 from threed.layout_search.request import Question, ask, write
 from threed.layout_search.short_plan import ShortPlans
-from threed.layout_search.space import NO_MEMORY
+from threed.layout_search.space import NO_MEMORY, in_full
 from threed.models.model import model_flops
 from threed.prediction.hardware import DEFAULT, OF_CPUS, Hardware
 
@@ -127,7 +127,7 @@ def _planned(asked: Question, searched: Search, result: SearchResult,
     from threed.prediction.advise import measure  # imports torch, for temporaries
 
     rows, tries, done = [], Counter[object](), set[object]()
-    machine, limit, fixed = searched.hardware, searched.memory, asked.fixed.get("pair")
+    machine, limit = searched.hardware, searched.memory
 
     def measured(layout: Layout) -> Needs | None:
         config = asked.config(layout)
@@ -145,26 +145,21 @@ def _planned(asked: Question, searched: Search, result: SearchResult,
         tries[idea] += 1
         progress(f"plan {len(rows) + 1}: {each.layout.text()}")
         best_s = min((row.step_s for row in rows), default=math.inf)
-        layout = each.layout._replace(pair=bool(fixed))
+        layout, paired = in_full(each.layout, asked.fixed)
         values = measured(layout)
         if values is None:
             result.dropped[_BY_PLAN] += 1
             continue
         row = _row(asked, machine, layout, values)
-        if fixed is None and _pairs_may_win(layout, row, best_s):
-            paired = measured(layout._replace(pair=True))
-            if paired is not None and paired.step_s < row.step_s:
-                row = _row(asked, machine, layout._replace(pair=True), paired)
+        if paired and row.exchanges_s > 0 and row.step_s - row.exchanges_s < best_s:
+            values = measured(paired)
+            if values is not None and values.step_s < row.step_s:
+                row = _row(asked, machine, paired, values)
         done.add(idea)
         rows.append(row)
         if len(rows) == _PLANNED:
             break
     return sorted(rows, key=lambda row: row.step_s)
-
-
-def _pairs_may_win(layout: Layout, plain: RankedLayout, best_s: float) -> bool:
-    """Whether parallel.pair may make a layout the fastest. `plain`: its row without."""
-    return layout.can_pair and plain.exchanges_s > 0 and plain.step_s - plain.exchanges_s < best_s
 
 
 def _row(asked: Question, machine: Hardware, layout: Layout, measured: Needs) -> RankedLayout:
@@ -181,7 +176,7 @@ def _row(asked: Question, machine: Hardware, layout: Layout, measured: Needs) ->
         layout.text(), step_s, parts.step_s, base.tokens_per_step / step_s,
         model_flops(base.model, base.train.global_batch_size) / step_s / ranks / peak, measured.peak.total,
         parts.bubble, parts.tp_s + parts.dp_s + parts.ep_s, lost,
-        most if lost[most] > 0.03 * step_s else "computation", helps(base, machine, layout, plans),
+        most if lost[most] > 0.03 * step_s else "computation", helps(plans),
         asked.values_of(layout))
 
 

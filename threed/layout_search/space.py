@@ -254,3 +254,11 @@ class Space:
     def _drop(self, reason: str, example: str) -> None:
         self.dropped[reason] += 1
         self.wrong.setdefault(reason, example)
+
+
+def in_full(layout: Layout, fixed: Mapping[str, Any]) -> tuple[Layout, Layout | None]:
+    """What the full plan of a layout is of, and what it may be of where that hides exchanges: the same with
+    pairs, which short plans do not have."""
+    given = fixed.get("pair")
+    paired = layout._replace(pair=True) if given is None and layout.can_pair else None
+    return layout._replace(pair=bool(given)), paired

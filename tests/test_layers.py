@@ -252,12 +252,12 @@ def test_a_setting_of_a_layout_has_two_homes():
     assert "residency" in names
     for module, tree in TREES.items():
         if module.startswith("layout_search.") and module.rpartition(".")[2] not in homes:
-            said = {node.attr for node in ast.walk(tree)
-                    if isinstance(node, ast.Attribute) and ast.unparse(node.value).endswith("layout")}
-            said |= {key.arg for node in ast.walk(tree) if isinstance(node, ast.Call)
-                     and ast.unparse(node.func).endswith(("_replace", "Layout")) for key in node.keywords}
-            said |= {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
-            assert not said & names, f"{MODULES[module]} names {', '.join(sorted(said & names))}"
+            said: list[object] = [node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)
+                                  and ast.unparse(node.value).endswith("layout")]
+            said += [key.arg for node in ast.walk(tree) if isinstance(node, ast.Call)
+                     and ast.unparse(node.func).endswith(("_replace", "Layout")) for key in node.keywords]
+            said += [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+            assert not names.intersection(said), f"{MODULES[module]} names {names.intersection(said)}"
 
 
 def test_values_have_named_fields():

@@ -36,14 +36,14 @@ from threed.engine import shared
 from threed.engine.watch import Watch
 from threed.features.travel.arrivals import Arrivals
 from threed.models.measure import SilentGroup
-from threed.monitor.measure import Meter
+from threed.monitor.meter import Meter
 from threed.monitor.traces import encode
 from threed.planner import analyse
 from threed.program.analysis import Analysis
 from threed.program.trace import Trace
 from threed.schema import Config
 from threed.training import setup as assemble
-from threed.training.saving import check_room
+from threed.training.checkpoints import check_room
 
 RANKS, STARTS, GLOO = (1024, 4096, 10240), (128, 512, 1024), (16, 32, 64)
 LIMIT = datetime.timedelta(seconds=60)

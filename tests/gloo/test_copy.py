@@ -14,7 +14,7 @@ import pytest
 import threed.launcher.local  # noqa: F401  (imported before the runs fork)
 from tests.running import Run, losses, metrics
 from tests.s3_server import BUCKET, Server
-from threed.training import saving as checkpoints
+from threed.training import checkpoints
 
 TOY = ["train", "configs/toy.yaml", "model.layers=4", "model.hidden=32", "model.seq_len=32",
        "model.vocab=300", "parallel.dp=2",

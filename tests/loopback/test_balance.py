@@ -18,7 +18,7 @@ from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
 from threed.features.travel.arrivals import Arrivals, room_for
 from threed.models.layers.experts import Routes
-from threed.monitor.measure import Meter
+from threed.monitor.meter import Meter
 from threed.monitor.spread import Spread
 from threed.planner import make_mesh, make_plan
 from threed.program.analysis import Analysis

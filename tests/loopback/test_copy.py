@@ -36,8 +36,8 @@ from threed.engine.loopback import run_loopback
 from threed.planner import make_mesh, make_plan
 from threed.program.analysis import Analysis
 from threed.schema import Config
-from threed.training import saving as running
-from threed.training.saving import Checkpoints
+from threed.training import checkpoints as running
+from threed.training.checkpoints import Checkpoints
 
 SMALL = ["model.layers=2", "model.hidden=16", "model.heads=4", "model.seq_len=8", "model.vocab=30",
          "model.vocab_multiple=16",

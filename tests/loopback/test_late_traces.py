@@ -17,7 +17,7 @@ from threed.devices.cpu import Cpu
 from threed.devices.cuda import Cuda
 from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
-from threed.monitor.measure import Meter
+from threed.monitor.meter import Meter
 from threed.planner import make_mesh, make_plan
 from threed.program.analysis import Analysis
 from threed.program.instruction import Instruction, Op

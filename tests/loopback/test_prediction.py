@@ -20,7 +20,7 @@ from threed.devices.cuda import Cuda
 from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
 from threed.monitor.attribute import CAUSES, attribute
-from threed.monitor.measure import HEAD, Meter, StepReport
+from threed.monitor.meter import HEAD, Meter, StepReport
 from threed.planner import make_mesh, make_plan
 from threed.program.analysis import Analysis
 from threed.program.effects import effects

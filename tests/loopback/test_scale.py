@@ -32,7 +32,7 @@ from threed.comm.process import ProcessComm
 from threed.engine import shared
 from threed.features.travel.arrivals import Arrivals
 from threed.models.measure import SilentGroup
-from threed.monitor.measure import COSTED, Meter
+from threed.monitor.meter import COSTED, Meter
 from threed.planner import make_mesh, make_plan
 from threed.program.analysis import Analysis
 from threed.program.instruction import Op

@@ -11,7 +11,8 @@ import pytest
 
 import threed
 from threed.base.errors import InputError
-from threed.calibration import grid, rank
+from threed.calibration import grid
+from threed.calibration import task as calibration
 from threed.calibration.fitted import NARROW, Machine, fitted, table, text
 from threed.calibration.points import UNITS, Computed, RankPoints, Sent, errors
 from threed.config.load import load as load_config
@@ -144,8 +145,8 @@ def test_a_rank_measures_with_the_settings_of_a_run(monkeypatch):
         raise InputError("no peers here")
 
     said = []
-    monkeypatch.setattr(rank, "ProcessComm", connect)
-    monkeypatch.setattr(rank, "file_store", lambda *_: None)
-    task = rank.CalibrationTask(grid.grid(False, True), Machine(1, 1, "cpu"), "", "")
-    assert rank.measure(0, task, SimpleNamespace(send=said.append)) == 1
+    monkeypatch.setattr(calibration, "ProcessComm", connect)
+    monkeypatch.setattr(calibration, "file_store", lambda *_: None)
+    task = calibration.CalibrationTask(grid.grid(False, True), Machine(1, 1, "cpu"), "", "")
+    assert calibration.measure(0, task, SimpleNamespace(send=said.append)) == 1
     assert said == [("failed", "no peers here")] and seen == dict(zip(names, ("1", "32"), strict=True))

@@ -12,8 +12,8 @@ from threed.base.errors import ConfigError, PlanError
 from threed.base.quantity import ring
 from threed.config.load import load
 from threed.config.validate import warnings
-from threed.features.pipeline import parts
-from threed.features.pipeline.parts import cut, in_parts
+from threed.features.pipeline import message_parts
+from threed.features.pipeline.message_parts import cut, in_parts
 from threed.layout_search.layout import Layout, config_of
 from threed.planner import make_plan
 from threed.prediction.analytic import cost
@@ -262,5 +262,5 @@ def test_the_size_of_a_node(monkeypatch):
     """`auto` asks for no machine: the same config gives the same plan, but for a constant."""
     four = ["parallel.dp=2"]
     assert not channels(plan_of(*four))[0]
-    monkeypatch.setattr(parts, "NODE_RANKS", 4)
+    monkeypatch.setattr(message_parts, "NODE_RANKS", 4)
     assert channels(plan_of(*four))[0] == both_ways((0, 1))

@@ -17,7 +17,7 @@ from threed.base.quantity import show_bytes
 from threed.calibration.fitted import Machine, fitted, text
 from threed.calibration.grid import Grid, grid
 from threed.calibration.points import Point, RankPoints
-from threed.calibration.rank import CalibrationTask, measure
+from threed.calibration.task import CalibrationTask, measure
 from threed.launcher.processes import CONTEXT, be_rank, end_all, signals_wait, start
 from threed.prediction.hardware import Hardware
 

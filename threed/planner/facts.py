@@ -17,7 +17,7 @@ from threed.base.quantity import BYTES, add_up
 from threed.base.remember import remembered
 from threed.config.stages import stage_runs
 from threed.features.offload import plan as offload
-from threed.features.pipeline.parts import NODE_RANKS, cut, settings
+from threed.features.pipeline.message_parts import NODE_RANKS, cut, settings
 from threed.features.zero import plan as zero
 from threed.features.zero.shard import FlatLayout, layout
 from threed.models.layers.base import Layer

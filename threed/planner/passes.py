@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from threed.features.activation import plan as activation
 from threed.features.offload import plan as offload
-from threed.features.pipeline.parts import in_parts
+from threed.features.pipeline.message_parts import in_parts
 from threed.features.pipeline.plan import communicate, expand
 from threed.features.travel.pair import pair
 from threed.features.travel.plan import travel

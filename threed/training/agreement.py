@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from threed.base.requests import Requests
 from threed.comm.group import Comm
-from threed.monitor.measure import StepReport
+from threed.monitor.meter import StepReport
 
 
 class Agreement:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from threed.base.errors import InputError, ThreedError, line_of
 
 if TYPE_CHECKING:
-    from threed.monitor.measure import StepReport as Measured
+    from threed.monitor.meter import StepReport as Measured
     from threed.program.trace import Trace
     from threed.training.trainer import Trainer
 

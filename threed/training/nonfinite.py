@@ -11,7 +11,7 @@ from threed.engine.diagnose import find_nonfinite
 from threed.engine.engine import Engine
 from threed.features.zero.run import Clipped
 from threed.tensor.context import Batch
-from threed.training.saving import Checkpoints
+from threed.training.checkpoints import Checkpoints
 
 
 class Skipped:

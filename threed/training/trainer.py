@@ -21,17 +21,17 @@ from threed.engine.engine import Engine
 from threed.engine.verify import Verifier
 from threed.engine.watch import Watch
 from threed.monitor.log import Log
-from threed.monitor.measure import Meter
+from threed.monitor.meter import Meter
 from threed.program.names import EVALUATE
 from threed.program.plan import Plan
 from threed.schema import Config
 from threed.tensor.context import Batch
 from threed.tensor.documents import Documents
 from threed.training.agreement import Agreement
+from threed.training.checkpoints import Checkpoints
 from threed.training.deadline import Deadline
 from threed.training.hooks import Callback, Step
 from threed.training.nonfinite import Skipped
-from threed.training.saving import Checkpoints
 
 
 class Trainer:

@@ -1,4 +1,4 @@
-"""Rank: what each process of a calibration does, one thing after the other, while the others do the same."""
+"""Task: what each process of a calibration does, one thing after the other, while the others do the same."""
 
 from __future__ import annotations
 

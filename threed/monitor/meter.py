@@ -1,4 +1,4 @@
-"""Measure: each rank sums up its step in numbers; metrics are computed from those of all ranks.
+"""Meter: each rank sums up its step in numbers; metrics are computed from those of all ranks.
 
 Once a step all ranks learn each rank's row (times, memory, bytes, and columns of other writers, such as
 requests to stop), and the mean cost of each (op, unit) of each position, from which the step is predicted.

@@ -212,7 +212,8 @@ class Measured:
         return Cost(_product(flops), kept, operands, sent | self._sent("weight"))
 
     def kernels(self, first: bool = False) -> tuple[list[Product], Moved]:
-        """The products of forward, and all that moves bytes beside products and attention."""
+        """The matrix products of forward; and one `Moved` for all other kernels but attention, with their
+        bytes in forward and in backward. `first`: whether the layer reads only tokens."""
         leaf = None if first else self.x.detach().requires_grad_()
         with KernelCounter() as forward:
             out = self._forward(leaf)

@@ -41,7 +41,7 @@ def own_parameters(layer: Layer) -> tuple[Parameter, ...]:
 
 
 def tied_parameters(model_layers: Iterable[Layer]) -> tuple[Parameter, ...]:
-    """The parameters that the first and the last layer use and neither holds."""
+    """The parameters that the first and the last layer share, each once. They belong to neither layer."""
     return tuple(dict.fromkeys(parameter for layer in model_layers for parameter in layer.parameters()
                                if parameter.tied))
 

@@ -59,7 +59,8 @@ def size_of(name: str) -> str | None:
 
 
 def instead_of(name: str) -> str:
-    """What a name that is no size may mean: the end of a sentence that says that it is none."""
+    """The end of the error message for an unknown size: "; did you mean llama3-8b?" or another hint, or "."
+    if nothing is similar."""
     shipped = HERE / "configs" / f"{name}.yaml"
     if shipped.is_file():
         return f"; configs/{shipped.name} is a config of one."
@@ -70,8 +71,9 @@ def instead_of(name: str) -> str:
 
 
 def _like(name: str) -> list[str]:
-    """The sizes whose names begin so, or with which it begins; those that have all of its words; or else the
-    one with the most equal letters, where these are many."""
+    """Sizes that an unknown name may mean, at most `_MOST`: those that begin with the name; if there are
+    none, those with which the name begins; if there are none, those that contain all words of the name; if
+    there are none, the most similar size, provided that its similarity is at least `_NEAR`."""
     last, plain = name.lower().rpartition("/")[2], _plain(name)
     asked = [word for word in re.split(r"[\s_:-]+", last) if word]
     words = [word for word in asked if word not in _EXPERTS]

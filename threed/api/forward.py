@@ -129,7 +129,7 @@ def _ready(job: Job, name: str, local_rank: int, watch: Watch,
 
 def _write(job: Job, local_rank: int, requests: Requests, watch: Watch, store: Any, _: ExitStack, *,
            how: Sampling) -> None:
-    """The task of `texts`."""
+    """What each rank runs for `texts`: continue the prompts. Rank 0 puts the samples into the store."""
     config, prompts = job.config, job.config.train.sample_prompts
     with _ready(job, GENERATE, local_rank, watch, store) as (engine, resumed):
         given, opened = None, None

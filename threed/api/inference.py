@@ -201,7 +201,8 @@ def _tokenizers(places: list[Path], data: DataConfig, given: str | Path | None) 
 
 def _prompted(places: list[Path], data: DataConfig, tokenizer: str | Path | None,
               chat: bool | None) -> DataConfig:
-    """The data of a run, as its prompts are to be written. `places`: as of `_tokenizers`."""
+    """The data section with which prompts are encoded: that of the run, with the tokenizer file and, if
+    `chat` differs from it, with another loss mask. `places`: as in `_tokenizers`."""
     files = _tokenizers(places, data, tokenizer)
     if chat is None or chat == (data.loss_mask == "chat"):
         chat, mine = data.loss_mask == "chat", data

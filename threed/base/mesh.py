@@ -63,7 +63,7 @@ class GroupRow(NamedTuple):
 
 
 def in_runs(length: Callable[[Mesh], int]) -> Callable[[Mesh, int], range]:
-    """Members are runs of so many consecutive ranks."""
+    """A `GroupRow.members`: each group is a run of `length(mesh)` consecutive ranks."""
     def members(mesh: Mesh, at: int) -> range:
         first = at - at % length(mesh)
         return range(first, first + length(mesh))
@@ -141,8 +141,8 @@ class Fold(NamedTuple):
         return f"{self.over}_replica"
 
     def group(self, mesh: Mesh) -> str:
-        """The group over which they are sharded on a mesh: as large a part of `over` as a shard group is of
-        dp."""
+        """The name of the group over which the fold's parameters are sharded: `shard` if the mesh has several
+        shard groups, else `over`."""
         return self.shard if mesh.has_copies else self.over
 
     def ranks(self, mesh: Mesh, axis: str) -> int:

@@ -43,7 +43,7 @@ class Stopwatch:
         return typical([self.sample(call, calls) for _ in range(count)])
 
     def _first(self, call: Callable[[], object]) -> float:
-        """Of the second call; the first is not like the others."""
+        """Seconds of the second call. The first call is a warm-up and is not timed."""
         call()
         return max(self.sample(call, 1), 1e-7)
 

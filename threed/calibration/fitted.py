@@ -110,7 +110,7 @@ def _tflops(computed: Sequence[Computed], kind: str) -> float:
 
 
 def _moved(computed: Sequence[Computed]) -> float:
-    """The most bytes a second of element-wise kernels."""
+    """The highest bandwidth that an element-wise kernel reached, in bytes a second."""
     return max(kernel.forward / point.seconds for point in computed if point.kind == "element-wise"
                for kernel in point.kernels if isinstance(kernel, Moved))
 

@@ -89,8 +89,8 @@ def tokens_seen(manifest: Manifest) -> int:
 
 
 def changed_keys(theirs: dict[str, Any], config: Config) -> list[tuple[str, Any, Any]]:
-    """(key, its value in a manifest's config, its value now) of each that is compared and differs. A key that
-    an older version did not know had its default."""
+    """(key, old value, new value) of each key that is compared and differs. `theirs`: the config in the
+    manifest. The old value of a key that it lacks is the key's default."""
     usual, found = asdict(Config()), []
     for section, values in config.to_dict().items():
         known = {**usual.get(section, {}), **theirs.get(section, {})}

@@ -99,7 +99,8 @@ class Store:
         return aside
 
     def put(self, source: Path, parts: Parts, moved: Callable[[int], None], *names: str) -> None:
-        """Copy a file to this place, and check the copy. Unusable where the source is damaged."""
+        """Copy a file to this place, and check the copy. `parts`: sizes and checksums of the source; `moved`
+        is called with each number of bytes that was copied. Raises Unusable if the source is damaged."""
         at, size = self._at(*names), sum(size for size, _ in parts)
         if self.is_folder:
             os.makedirs(os.path.dirname(at), exist_ok=True)

@@ -29,12 +29,13 @@ def store_at(address: str, port: int, prefix: str, timeout_s: float) -> Any:
 
 
 def of_this_start(store: Any, rank: int, size: int, timeout_s: float) -> str:
-    """The prefix of keys that the ranks of this start share. torchrun's agents serve one store for all
-    starts: after a restart it has the keys of the start before, such as why that one failed.
+    """The prefix of the keys in the store that all ranks of this start share. torchrun's agents use one store
+    for all starts, so after a restart it still has the keys of the start before, such as why it failed.
 
-    Rank 0 counts the starts, and answers the others. They say hello in the newest start, again where rank 0
-    begins another one, until they are answered: a start that is under way or over answers nobody.
-    RuntimeError where there is no answer within `timeout_s`.
+    Rank 0 counts the starts, and answers the other ranks. Every other rank writes a hello under the newest
+    start until rank 0 answers it; if rank 0 begins another start, the rank writes its hello there. A start
+    that has all its ranks, or that has ended, answers nobody. Raises RuntimeError if no answer arrives within
+    `timeout_s`.
     """
     own, until = uuid.uuid4().hex, time.monotonic() + timeout_s
     if rank == 0:

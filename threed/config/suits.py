@@ -56,7 +56,7 @@ def _is_within(place: str, source: str) -> bool:
 
 
 def check_monitor(config: Config) -> Iterator[Problem]:
-    """prometheus has a place where it reads, and a place has prometheus."""
+    """Problems of the prometheus logger: it needs a port or a file, and a port or a file needs it."""
     monitor = config.monitor
     port, file = monitor.prometheus_port, monitor.prometheus_file
     given = f"=[{','.join(map(str, monitor.loggers))}]"

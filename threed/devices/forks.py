@@ -46,7 +46,8 @@ def ask(question: Callable[[], Any], limit_s: int) -> Any:
 
 
 def _answer(question: Callable[[], Any], limit_s: int, write: int) -> None:
-    """Be the child, which an alarm ends."""
+    """Run in the child: write the answer to the pipe as JSON, and exit. An alarm ends the child after
+    `limit_s`."""
     try:
         for number in _SIGNALS:
             signal.signal(number, signal.SIG_DFL)

@@ -53,8 +53,8 @@ class UnderWay:
         self.waiting = None
 
     def _timed(self, index: int, job: Job) -> Job:
-        """The job, whose time is kept where its lane is one between tiers, or the host's. (Copies for a
-        checkpoint may outlast the program.)"""
+        """The job, wrapped so that its time is recorded, if its lane copies between tiers or runs on the
+        host. (Copies for a checkpoint are not timed: they may outlast the program.)"""
         name = self.order.effects[index].lane
         if name not in (*COPY_LANES, *HOST_LANES) or index in self.order.copies.values():
             return job

@@ -1,4 +1,4 @@
-"""Watch: no rank waits for ever, and when a rank ends, the others know why.
+"""Watch: no rank waits for ever, and when a rank dies or fails, the others know why and end.
 
 The ranks share a key in the rendezvous store. The first rank that fails writes the reason to this key (for a
 rank that was killed, its launcher does). The others see it within a second (of ten thousand ranks, within

@@ -23,7 +23,7 @@ class Budget:
 
     @cached_property
     def drawn(self) -> list[int]:
-        """Positions of which all lanes are drawn."""
+        """Positions whose lanes are all drawn: all positions, or a selection within MOST_BOXES boxes."""
         return self._positions(MOST_BOXES, "All lanes", len)
 
     @cached_property

@@ -55,7 +55,7 @@ def plotly() -> tuple[Any, Any]:
 
 
 def finish(figure: Any, height: int, **layout: Any) -> Any:
-    """The looks of all figures. `height` in pixels."""
+    """Apply the common style to a figure. `height`: pixels, to which the rows of a long legend add."""
     figure.update_layout(
         height=height, paper_bgcolor=CLEAR, plot_bgcolor=CLEAR, hovermode="closest", bargap=0.25,
         font={"family": FONT, "size": 12, "color": INK}, margin={"l": 64, "r": 24, "t": 48, "b": 48},

@@ -28,8 +28,9 @@ _SIZES = ("model.layers", "model.hidden", "model.heads", "model.vocab")
 
 @dataclass
 class Converted:
-    """`values`: our keys. `why`: our key -> a remark, for the line of the key. `dropped`, `refused`: their
-    keys -> the reason. `notes`: what the whole says."""
+    """The result of a conversion. `values`: our key -> its value. `why`: our key -> a remark, which is
+    written on the line of the key. `dropped`, `refused`: their key -> the reason. `notes`: remarks on the
+    conversion as a whole."""
 
     framework: Framework
     source: str

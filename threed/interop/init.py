@@ -125,8 +125,8 @@ def _values(name: str, model: ModelConfig, devices: int, num_parameters: int,
 
 
 def _together(model: ModelConfig, ranks: int) -> int:
-    """Ranks of a position that hold the experts of a block together: as many as divide both, on one machine.
-    """
+    """The size of expert parallelism: the largest number that divides both `ranks` and the number of
+    experts, and is at most `_JOINED`, the devices of one machine."""
     experts = getattr(model, "experts", 1)
     return max(ep for ep in divisors(math.gcd(ranks, experts)) if ep <= _JOINED)
 

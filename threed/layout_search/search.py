@@ -86,10 +86,10 @@ def search(path: str | Path, devices: int, overrides: list[str] | None = None, h
     in `predict` (`free_share`). `rounding`: compare gradients that are sent in 16 bits, too, which rounds
     their sums.
 
-    Returns the document of `threed search --json`. `layouts` are the best of each idea, the fastest first,
-    as priced by the full plan: `step_s`, `tokens_per_s`, `mfu`, `peak_bytes`, `bubble`, and `changes`: the
-    keys of its config. `dropped`: reason -> number of layouts. Raises InputError where no layout fits, with
-    what is nearest.
+    Returns the document of `threed search --json`. `layouts` has the best layout of each idea
+    (`Layout.idea`), the fastest first, with numbers of its full plan: `step_s`, `tokens_per_s`, `mfu`,
+    `peak_bytes`, `bubble`; and `changes`, the keys of its config. `dropped`: reason -> number of layouts.
+    Raises InputError if no layout fits; its message names the nearest one.
 
     >>> threed.search("configs/llama3-8b.yaml", 64, ["parallel.tp=4"], "h100-sxm")["layouts"][0]["layout"]
     """

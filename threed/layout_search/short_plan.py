@@ -155,7 +155,8 @@ class ShortPlans:
         return step(analysis, priced(analysis, machine, free, change), machine).total_s
 
     def _pace_s(self, free: tuple[Op, ...] = ()) -> float:
-        """Seconds of one more micro-batch."""
+        """Seconds that one more micro-batch adds in the steady state; 0 if the short plan has all of them.
+        `free`: ops that take no time."""
         if self._steady == self.m:
             return 0.0
         more = self._steady + 2 * self.p
@@ -197,8 +198,9 @@ class ShortPlans:
 
     def would_take_s(self, times: int = 1, hardware: Hardware | None = None, free: tuple[Op, ...] = (),
                      change: Callable[[Table], Table] | None = None) -> float:
-        """About how many seconds so many times the micro-batches would take, with the same instructions at
-        other prices: those of a machine, those of a table that is changed, none of these ops."""
+        """Seconds of a step with `times` as many micro-batches, extrapolated from short plans. The
+        instructions are the same, and their costs may differ. `hardware`: another machine to price them for;
+        `free`: ops that take no time; `change`: returns the table from which to price them."""
         def seconds(microbatches: int) -> float:
             if hardware is None and change is None:
                 return self._timed(microbatches, free)
@@ -220,7 +222,7 @@ class ShortPlans:
         fast = replace(self.hardware, node_gbps=1e12, adapter_gbps=1e12, node_us=0.0, adapter_us=0.0)
 
         def takes(ops: Collection[Op], machine: Hardware, *free: Op) -> list[float]:
-            """By position."""
+            """Seconds that each position spends on `ops` in a step. `free`: ops that take no time."""
             @cache
             def seconds(count: int) -> list[float]:
                 analysis = self._plan(count)

@@ -14,5 +14,5 @@ RULES: dict[str, Optimizer] = {"balance": Balance()}
 
 
 def optimizer_called(name: str) -> Optimizer:
-    """A row of either table."""
+    """The optimizer with this name, from RULES or OPTIMIZERS."""
     return RULES[name] if name in RULES else OPTIMIZERS[name]

@@ -28,7 +28,7 @@ class _Maker(NamedTuple):
         return next((sent for sent, way in self.hands.travels.items() if way.becomes == name), "")
 
     def dtype(self, name: str) -> str | None:
-        """If no gradient belongs to it."""
+        """The dtype of a tensor that has no gradient; None for a tensor that has one."""
         return self.hands.without_grad.get(self.source(name) or name)
 
 

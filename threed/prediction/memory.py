@@ -1,4 +1,5 @@
-"""Bytes of model states by formula: what each ZeRO stage leaves on a rank.
+"""Bytes of model states by formula, without a plan: what each ZeRO stage leaves on a rank. (Of a plan:
+program/summary.)
 
 ZeRO (Rajbhandari et al. 2020, section 5) for Psi parameters over N ranks, with P, G and O bytes a parameter
 for parameters, gradients and optimizer state (2, 2 and 12 in 16 bit with fp32 master weights and Adam's two

@@ -82,7 +82,8 @@ def communicators(plan: Plan, position: int, ends: Channels | None = None) -> in
 
 
 def groups(mesh: Mesh, position: int) -> int:
-    """Groups of several ranks of a rank at a position, each with a communicator."""
+    """The number of process groups of a rank at a position that have several ranks. Each of them has a
+    communicator."""
     rank = mesh.group("pp", 0)[position]
     return sum(bool(row.lane) and row.needed(mesh) and len(mesh.group(name, rank)) > 1
                for name, row in GROUPS.items())

@@ -35,7 +35,8 @@ SINCE = (Since("Table", "logits", None), Since("Table", "trains", True),
 
 
 class _Formats(dict[tuple[Any, ...], str]):
-    """The other fields -> the JSON of an instruction, with %d for its micro-batch."""
+    """A cache. Key: an instruction's fields but its micro-batch; value: its JSON, with %d for the
+    micro-batch."""
 
     def __missing__(self, rest: tuple[Any, ...]) -> str:
         fields = [json.dumps(field).replace("%", "%%") for field in rest]

@@ -26,7 +26,8 @@ class Course(NamedTuple):
     times: StageTimes
 
     def room(self, limit: float, m: int) -> int:
-        """The chunks that a position may keep; `limit` is in micro-batches of its whole share."""
+        """The number of chunks whose activations a position may store. `limit`: the same in micro-batches; a
+        micro-batch has `virtual` chunks on a position."""
         return int(min(limit, m) * self.virtual + 1e-9)
 
 

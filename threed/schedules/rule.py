@@ -107,8 +107,8 @@ class _Player:
         self.codes: list[list[int]] = [[] for _ in range(p)]
 
     def choose(self, q: int) -> None:
-        """Set `start` and `chosen` of a position: its next op; the start is INF where it is not known yet, or
-        no task is left. `sure`: the choice stays, whatever arrives."""
+        """Choose the next op of position q. `chosen[q]` is the op, and `start[q]` is its start time: INF if
+        that is not known yet, or if no task is left. `sure[q]`: a later arrival cannot change the choice."""
         key, most, live, due, now = self.key, self.most, self.live[q], self.due[q], self.now[q]
         make_room = due and live >= self.room
         head, first = INF, -1

@@ -100,7 +100,7 @@ class Parameter:
 
     @property
     def key(self) -> str:
-        """The name, with the tile's index: the same on every mesh, but not under every tiling."""
+        """The name with the tile's index. It is the same on every mesh, but it changes with the tiling."""
         return self.name if self.tile.count == 1 else f"{self.name}[{self.tile.index}]"
 
     @property
@@ -142,7 +142,8 @@ class Parameter:
         return tuple(math.prod(next(sizes) for _ in self._runs(dim, 0)) for dim in range(len(self.shape)))
 
     def _runs(self, dim: int, length: int) -> tuple[int, ...]:
-        """A dim as (runs, length of a run), or as (length,) where it is one run."""
+        """The shape of a dim with `length` elements: (runs, length of a run), or (length,) if it is one
+        run."""
         runs = max((cut.runs for cut in self.cuts if cut.dim == dim), default=1)
         return (length,) if runs == 1 else (runs, length // runs)
 

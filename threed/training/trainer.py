@@ -147,7 +147,8 @@ class Trainer:
             callback.on_save(self, path)
 
     def _step(self) -> Step:
-        """Run one step; then tell all ranks what each measured and was asked."""
+        """Run one step. All ranks then exchange what they measured, and whether they were asked to stop or to
+        save."""
         config, zero = self.config, self.engine.zero
         lr, hopeless, number = zero.lr, zero.scaler.exhausted, self.step_number + 1
         self.watch.at(number)

@@ -220,7 +220,7 @@ def notes(given: Given) -> list[str]:
 
 
 def defaults_of_experts(given: Given) -> dict[str, Any]:
-    """What is taken for options of experts that are not given; by Megatron-DeepSpeed other options."""
+    """Values for the options of experts that are not given. Megatron-DeepSpeed has other defaults."""
     if not _has(given):
         return {}
     values: dict[str, Any] = {"activation_func": "gelu"} if not given.get("swiglu") else {}

@@ -35,8 +35,8 @@ def worthwhile(table: Table) -> list[int]:
 
 
 def _saves(table: Table, u: int) -> int:
-    """Bytes of a micro-batch by which a unit keeps less if it is recomputed. It keeps its input instead, and
-    what has come that its FORWARD would free."""
+    """Bytes per micro-batch that recomputing a unit saves. A recomputed unit stores its input instead, and
+    the tensors of other ranks that its FORWARD would free otherwise."""
     unit = table.units[u]
     return unit.saved_bytes - table.size(Slot(SlotKind.KEPT, u)) - sum(
         table.size(Slot(read.name, read.unit)) for read in unit.reads if read.spent)

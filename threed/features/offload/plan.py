@@ -57,7 +57,8 @@ def optimizer(programs: Programs, table: Table) -> Programs:
 
 
 def enter(programs: Programs, table: Table) -> Programs:
-    """A step before which no update waits; its own ones wait for the next."""
+    """The programs of a step at whose start no update on the host is pending. The host updates of the step
+    itself are deferred to the next step."""
     result = []
     for position, program in enumerate(programs):
         (*work, clip), on_device = _split(program, table, _away(table, position))

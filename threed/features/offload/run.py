@@ -40,7 +40,8 @@ class OffloadedState(Protocol):
 
 
 class Offloaded(Protocol):
-    """What moves between tiers of a parameter unit. zero.units.UnitState has and documents it."""
+    """The parts of a parameter unit that move between tiers. zero.units.UnitState implements and documents
+    them."""
 
     @property
     def weights(self) -> OffloadedWeights: ...

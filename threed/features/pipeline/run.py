@@ -400,7 +400,8 @@ def not_none(tensor: torch.Tensor | None) -> torch.Tensor:
 
 
 def _root(tensor: torch.Tensor | None) -> Any:
-    """None of what no gradient is computed through: so is the stream that a unit passes on as it is."""
+    """The gradient edge of a tensor; None if it needs no gradient, as a stream that a unit passes on
+    unchanged."""
     if tensor is None or not tensor.requires_grad:
         return None
     return torch.autograd.graph.get_gradient_edge(tensor)

@@ -13,9 +13,9 @@ from threed.program.trips import Trip, depends
 
 @dataclass
 class Arrivals:
-    """Load statistics of the exchanges since `begin` whose counts other ranks have sent. As many rows leave
-    as the plan says, unless some are dropped; of balanced ranks as many arrive. The plan has room for
-    `MadeTensor.arriving_bytes`."""
+    """Load statistics, since `begin`, of the exchanges whose row counts depend on other ranks. A rank sends
+    as many rows as the plan says, unless rows are dropped. It receives as many if the load is balanced. The
+    plan reserves `MadeTensor.arriving_bytes` for them."""
 
     table: Table
     imbalance: float = 0.0  # most rows that came in an exchange, over those of balanced ranks; 0: no exchange

@@ -104,7 +104,8 @@ class _Walk:
         return begin
 
     def step(self, begin: float, position: int) -> list[Instruction]:
-        """The next run of a position, or the next two."""
+        """Simulate the next run of a position, or the next two as a pair if the pair ends sooner. Returns
+        the instructions in the order in which they run. `begin`: when the first run can begin."""
         left = self.left[position]
         runs = (left.popleft(),)
         timed = self.timed(position, *runs)
@@ -120,7 +121,8 @@ class _Walk:
         return timed.items
 
     def timed(self, position: int, *runs: _Run) -> _Timed:
-        """The best order of runs that are computed together, and its time. (Equal runs are timed once.)"""
+        """Compute these runs together: the best order of their instructions, the time that it takes, and
+        when each task ends. (Equal runs share one result.)"""
         key = position, *(run.items for run in runs)
         names = tuple(name for run in runs for name in run.microbatches)
         if key not in self.known:

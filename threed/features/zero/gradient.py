@@ -28,7 +28,7 @@ class Accumulated(Enum):
 
 
 class Reduced(Enum):
-    """Where the reduced gradient of this step is so far."""
+    """The state of a unit's reduced gradient during a step: how much of it is reduced, and where that is."""
 
     NOTHING = "no part of it is reduced"
     SHARD = "what is reduced is on the device"

@@ -58,11 +58,12 @@ class TensorRow(NamedTuple):
         return (self.expert, *(0 for _ in stored[1:])), (1, *stored[1:])
 
     def parts(self, values: torch.Tensor, model: ModelConfig) -> list[TensorPart]:
-        """Their tensors, as parts of the values in its box."""
+        """The tensors of transformers, in the order of `theirs`: each is a part of `values`, the content of
+        this row's box."""
         return self.view(values if self.expert is None else values[0], model)
 
     def shapes(self, stored: tuple[int, ...], model: ModelConfig) -> dict[str, tuple[int, ...]]:
-        """Their tensors -> shapes."""
+        """Name of each tensor of transformers -> its shape. `stored`: the shape of our parameter."""
         parts = self.parts(torch.empty(self.box(stored)[1], device="meta"), model)
         return {name: part.shape for name, part in zip(self.theirs, parts, strict=True)}
 

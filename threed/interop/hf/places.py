@@ -231,7 +231,8 @@ def weight_map(folder: Path) -> dict[str, str] | None:
 
 
 def _shards(here: Iterable[str]) -> list[str]:
-    """The files of a model in several, whose names say how many they are."""
+    """The names of all files of a sharded model, from the name of any one: model-00001-of-00004.safetensors
+    says that there are 4. Empty if no name has that form."""
     for match in filter(None, map(_SHARD.fullmatch, sorted(here))):
         begin, number, count = match.groups()
         return [f"{begin}-{index + 1:0{len(number)}}-of-{count}.safetensors" for index in range(int(count))]

@@ -94,6 +94,7 @@ def _drop_empty(folder: Path, run_id: str) -> None:
 
 
 def _named(name: str) -> str:
-    """time/compute/0 is time/compute_by_position/0: time/compute is a file of the store, and no folder."""
+    """The name of a metric in MLflow. time/compute/0 becomes time/compute_by_position/0, because MLflow
+    stores time/compute in a file, and a file cannot be a folder, too."""
     what, position = by_position(name)
     return name if position is None else f"{what}_by_position/{position}"

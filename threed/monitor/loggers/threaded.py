@@ -91,7 +91,8 @@ class Beside:
         self._over.set()
 
     def _take(self) -> tuple[str, tuple[Any, ...]]:
-        """The next call; steps that wait one after the other are taken together."""
+        """Wait for the next call and return its method and arguments. Consecutive calls of `metrics` become
+        one call with the rows of all of them."""
         with self._new:
             while not self._calls:
                 self._new.wait()

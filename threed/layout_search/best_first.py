@@ -166,11 +166,13 @@ class Search:
         """Variants of a group that may fit and be of use, each with a lower bound on its step."""
         some = [_Sized(variant, self.bounds.fixed_bytes(variant.layout), bound_s)
                 for variant in space.variants(group.shape, group.rank)]
-        some = self._of_use([each for each in some if self._may_fit(each.variant.layout, max(each.fixed))])
+        plain = space.recomputing(group.shape, group.rank)
+        saved, taken = self.bounds.saved_once(plain), self.bounds.taken_bytes(plain)
+        some = self._of_use([each for each in some
+                             if self._may_fit(each.variant.layout, _most(each.fixed, saved) + taken)])
         if not some:
             return
-        plain = space.recomputing(group.shape, group.rank)
-        filled, taken = self.bounds.filled(plain), self.bounds.taken_bytes(plain)
+        filled = self.bounds.filled(plain)
         least_s = max(bound_s, filled.step_s)
         some = self._of_use([each._replace(bound_s=max(least_s, self.bounds.reduced_s(each.variant.layout)))
                              for each in some])

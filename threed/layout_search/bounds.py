@@ -75,6 +75,13 @@ class Bounds(Cuts):
         """Seconds: no micro-batch of a steady state takes less."""
         return max(self._busy(layout))
 
+    def saved_once(self, layout: Layout) -> list[int]:
+        """Bytes by position: of one micro-batch, when its backward begins. No order saves less."""
+        saved = [0] * layout.pp
+        for (position, _), stage in zip(self.placed(layout), self._stage_prices(layout), strict=True):
+            saved[position] += stage.saved
+        return saved
+
     def filled(self, layout: Layout) -> Filled:
         """What the order of its schedule takes, with messages and updates that take no time."""
         m, stages = self.microbatches(layout), self._stage_prices(layout)
@@ -110,14 +117,18 @@ class Bounds(Cuts):
     def fixed_bytes(self, layout: Layout) -> list[int]:
         """By position: bytes of what is on the device all the time: parameters, gradients, optimizer state,
         and buffers for what comes and goes."""
+        # Between micro-batches the gradients of all units are whole.
+        summed = layout.adds_whole and self.microbatches(layout) > 1
+        return self.once(("fixed", layout.of_parameters(), layout.place, summed),
+                         lambda: self._fixed_bytes(layout, summed))
+
+    def _fixed_bytes(self, layout: Layout, summed: bool) -> list[int]:
         alone = layout.of_parameters()
         units = self.once(("bytes", alone), lambda: _fixed(self._table(alone)))
         rows: list[list[dict[int, UnitBytes]]] = [[] for _ in range(layout.pp)]  # of each stage
         for position, stage in self.placed(layout):
             # (a tied embedding counts once)
             rows[position].append({p: each for unit in units[stage] for p, each in unit.items()})
-        # Between micro-batches the gradients of all units are whole.
-        summed = layout.adds_whole and self.microbatches(layout) > 1
         ahead = 1 if self.config.zero.prefetch is None else self.config.zero.prefetch
         return [_held(row, layout, ahead, summed) for row in rows]
 

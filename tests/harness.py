@@ -244,7 +244,7 @@ def drive(config: Config, engine: Engine, comm: Comm, steps: int,
     if picks is not None:
         replay(engine, picks)
     train_step = train_step or engine.train_step
-    losses, norms, grads, scale = [], [], {}, engine.zero.scaler.scale
+    steps_clipped, grads, scale = [], {}, engine.zero.scaler.scale
 
     def after(instruction, slots):
         if instruction.op == Op.CLIP:
@@ -259,14 +259,14 @@ def drive(config: Config, engine: Engine, comm: Comm, steps: int,
 
     engine.after = after
     for step in range(steps):
-        clipped, _ = train_step(data(config, comm, step))
-        losses.append(clipped.loss)
-        norms.append(clipped.grad_norm)
+        steps_clipped.append(train_step(data(config, comm, step))[0])
         engine.after = None
     engine.settle()
     # (from here, on a GPU, because another thread's stream would not wait for this one's)
     weights = {unit: torch.clone(state.optimizer_state.master).cpu() for unit, state in engine.states.items()}
     places = {unit: (state.part.owned, state.part.layout) for unit, state in engine.states.items()}
+    # (read late: until now nobody has waited for a GPU)
+    losses, norms = ([getattr(each, name) for each in steps_clipped] for name in ("loss", "grad_norm"))
     sent, evaluated = dict(comm.sent), None
     if "evaluate" in engine.plan.programs:
         evaluated = engine.run("evaluate", data(config, comm, steps, train=False))[0].loss

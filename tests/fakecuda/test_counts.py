@@ -103,6 +103,14 @@ def test_state_is_not_pinned(name):
     assert "pinned bytes of state" not in json.loads(GOLDEN.read_text())[name]
 
 
+@pytest.mark.parametrize("name", [name for name, more in CONFIGS.items()
+                                  if not any("offload.o" in each or "fp16" in each for each in more)])
+def test_the_host_waits_for_nothing(name):
+    """Results are read when somebody asks, and updates have their numbers on the device. (For a dynamic loss
+    scale the host waits, behind the updates; the host's own updates wait for gradients.)"""
+    assert not [what for what in json.loads(GOLDEN.read_text())[name] if "synchron" in what or "able" in what]
+
+
 def write() -> None:
     server = Server()
     counts = {name: server.run(of_a_step, tiny(*SMALL, *overrides)) for name, overrides in CONFIGS.items()}

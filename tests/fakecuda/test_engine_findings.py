@@ -130,15 +130,13 @@ def waits(config: Config, steps: int) -> None:
 
 
 @pytest.mark.parametrize("others", [[], [*DP, "zero.stage=1"], ["parallel.pp=2", "parallel.tp=2"]], ids=str)
-def test_the_host_waits_once_a_step(others, fake_gpus):
-    """For CLIP's numbers, on each rank; and it copies nothing to the device for which it must wait."""
+def test_the_host_waits_for_no_step(others, fake_gpus):
+    """Not for CLIP's numbers, either; and it copies nothing to the device for which it must wait."""
     config = tiny(*SMALL, *others)
     few, more = (fake_gpus.outcome(waits, config, steps).counts for steps in (2, 5))
-    ranks = config.dp * config.parallel.tp * config.parallel.pp
     for what in more:
         if "synchronisations" in what or what in ("pageable copies", "blocking copies", "numbers read"):
-            wanted = 3 * ranks if what == "pageable copies" else 0
-            assert more[what] - few.get(what, 0) == wanted, what
+            assert more[what] == few.get(what, 0), what
 
 
 # ---------------------------------------------------------------- memory of sums on the host

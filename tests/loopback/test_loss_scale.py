@@ -13,7 +13,7 @@ from threed.comm.group import Comm
 from threed.engine.diagnose import find_nonfinite
 from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
-from threed.features.zero.run import Clipped
+from threed.features.zero.clip import Clipped
 from threed.planner import make_mesh, make_plan
 from threed.program.analysis import Analysis
 from threed.program.instruction import BACKWARDS, Op, Slot

@@ -27,7 +27,8 @@ from threed.features.activation.run import ActivationRun
 from threed.features.offload.run import OffloadRun
 from threed.features.pipeline.run import PipelineRun, built, streams
 from threed.features.travel.run import TravelRun
-from threed.features.zero.run import Clipped, ZeroRun
+from threed.features.zero.clip import Clipped
+from threed.features.zero.run import ZeroRun
 from threed.features.zero.storage import Storage
 from threed.features.zero.units import UnitState, make_states, places
 from threed.planner import layouts
@@ -105,7 +106,8 @@ class Engine:
         self.after: Callable[[Instruction, Slots], None] | None = None
 
     def train_step(self, batch: Callable[[int], Batch]) -> tuple[Clipped, Trace]:
-        """One optimizer step; `batch` gives the data of a micro-batch of this rank."""
+        """One optimizer step; `batch` gives the data of a micro-batch of this rank. A GPU need not have done
+        it: who reads the result waits."""
         self.pipeline.loss_grad.fill_(self.zero.scaler.scale)
         clipped, trace = self.run(self.zero.program(), batch)
         self.zero.finish_step(clipped)
@@ -140,7 +142,25 @@ class Engine:
     def run(self, name: str, batch: Callable[[int], Batch]) -> tuple[Clipped, Trace]:
         """Run a program that has a CLIP. RunError as from `_run`."""
         trace = self._run(name, batch)
-        return self.slots.get(Slot(SlotKind.SCALE)), trace
+        clipped = self.slots.get(Slot(SlotKind.SCALE))
+        clipped.waits = partial(self._waits, name)
+        return clipped, trace
+
+    @contextmanager
+    def _waits(self, name: str) -> Iterator[None]:
+        """The host waits for CLIP of a program that it has issued. A failure is raised as in `_run`."""
+        if self.current is not None:  # a program is under way, which says where the rank is
+            yield
+            return
+        program = self.plan.programs[name][self.position]
+        clip = next(index for index, item in enumerate(program) if item.op == Op.CLIP)
+        self.current = name, clip, time.monotonic()
+        try:
+            yield
+        except Exception as error:
+            raise self._failure(error) from error
+        finally:
+            self.current = None
 
     def _run(self, name: str, batch: Callable[[int], Batch]) -> Trace:
         """Run a program once. A failure is raised as RunError, with the instruction, its neighbours and the
@@ -186,10 +206,7 @@ class Engine:
         except ThreedError:
             raise
         except Exception as error:
-            # What a GPU has met is raised at a later instruction of the host.
-            raised = not device_of(self.comm.device).has_failed(error)
-            raise RunError(f"{self.where(raised)}\n  {self._unit()}{type(error).__name__}: {error}"
-                           f"{line_of(error)}{self.arrivals.advice(error)}") from error
+            raise self._failure(error) from error
         finally:
             self.current = None
         reader = self.clock.reader(begin, end)
@@ -201,6 +218,12 @@ class Engine:
                         "total_s": since(end), "ran": under.ran(since)}
 
         return Trace(name, epoch, **read()) if reader.at_once else Trace.late(name, epoch, read)
+
+    def _failure(self, error: Exception) -> RunError:
+        # What a GPU has met is raised at a later instruction of the host.
+        raised = not device_of(self.comm.device).has_failed(error)
+        return RunError(f"{self.where(raised)}\n  {self._unit()}{type(error).__name__}: {error}"
+                        f"{line_of(error)}{self.arrivals.advice(error)}")
 
     def rehearse(self, batch: Callable[[int], Batch]) -> Trace:
         """Run the next step without its update. Weights and optimizer state do not change."""

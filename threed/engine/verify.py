@@ -30,7 +30,7 @@ from threed.base.errors import WrongResult
 from threed.base.mesh import axes_of
 from threed.engine.engine import Engine
 from threed.engine.inspect import Finding, first, me, named, numbers, phase_of, results
-from threed.features.zero.run import Clipped
+from threed.features.zero.clip import Clipped
 from threed.program.entries import gradient_of
 from threed.program.instruction import Instruction, Op, Slot, SlotKind
 from threed.program.slots import Slots

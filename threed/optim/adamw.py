@@ -5,6 +5,7 @@ kernel.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from threed.optim import native
@@ -16,21 +17,29 @@ if TYPE_CHECKING:
 
 class AdamW(Optimizer):
     buffers = Buffer("exp_avg"), Buffer("exp_avg_sq")
-    compiled = True
+    compiled = on_device = True
 
     def update(self, view: View, by: Update) -> None:
+        self.update_all([view], by)
+
+    def update_all(self, views: Sequence[View], by: Update) -> None:
         import torch
 
         beta1, beta2 = by.config.betas
+        device = views[0].weight.device
+        if by.device is not None:
+            found_inf, divisor, lr, count = by.device
+        else:
+            # Filled in on the device: a copy of a tensor from the host would wait for the device.
+            found_inf, lr, count = None, by.lr, torch.full((), float(by.number), device=device)
+            divisor = torch.full((), 1 / by.scale, device=device) if by.scale != 1.0 else None
         # The kernel alone: the rest of torch.optim takes longer than a chunk. It divides by its grad_scale.
-        # Its numbers are filled in on the device: a copy of a tensor from the host would wait for the device.
-        count = torch.full((), float(by.number), device=view.weight.device)
-        divisor = torch.full((), 1 / by.scale, device=view.weight.device) if by.scale != 1.0 else None
         with torch.no_grad():
-            torch._fused_adamw_([view.weight], [view.grad], [view.state["exp_avg"]],
-                                [view.state["exp_avg_sq"]], [], [count], amsgrad=False, lr=by.lr,
-                                beta1=beta1, beta2=beta2, weight_decay=by.weight_decay, eps=by.config.eps,
-                                maximize=False, grad_scale=divisor, found_inf=None)
+            torch._fused_adamw_([view.weight for view in views], [view.grad for view in views],
+                                [view.state["exp_avg"] for view in views],
+                                [view.state["exp_avg_sq"] for view in views], [], [count] * len(views),
+                                amsgrad=False, lr=lr, beta1=beta1, beta2=beta2, weight_decay=by.weight_decay,
+                                eps=by.config.eps, maximize=False, grad_scale=divisor, found_inf=found_inf)
 
     def update_any(self, view: View, by: Update, copy: Tensor | None) -> bool:
         """The update in native.c, for fp32 weights in host memory, and a gradient and a copy of any

@@ -11,7 +11,10 @@ from threed.optim.base import Optimizer, Update, View
 
 
 class Balance(Optimizer):
-    needs_room = True
+    needs_room = on_device = True
 
     def update(self, view: View, by: Update) -> None:
-        view.weight.add_((by.mean - view.grad).sign_(), alpha=by.config.balance_rate)
+        direction = (by.mean - view.grad).sign_()
+        if by.device is not None:
+            direction.masked_fill_(by.device.found_inf != 0, 0.0)
+        view.weight.add_(direction, alpha=by.config.balance_rate)

@@ -8,7 +8,7 @@ torch: optimizers import torch inside `update`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from threed.base.quantity import BYTES
@@ -26,6 +26,15 @@ class Buffer(NamedTuple):
     dtype: str = "fp32"
 
 
+class OnDevice(NamedTuple):
+    """One update's numbers, each of one element in fp32 on the device: the host does not know them yet."""
+
+    found_inf: Tensor  # 1: the update changes nothing; else 0
+    divisor: Tensor | None  # of gradients; None: 1
+    lr: Tensor
+    number: Tensor
+
+
 class Update(NamedTuple):
     """One update's numbers."""
 
@@ -36,6 +45,7 @@ class Update(NamedTuple):
     scale: float  # gradients are multiplied by it
     mean: float = 0.0  # of a gradient that is a count: over the elements of its parameter
     threads: int = 0  # of native.c; 0: as many as torch's
+    device: OnDevice | None = None  # given: instead of `lr`, `number` and `scale`, which are no numbers then
 
     @property
     def weight_decay(self) -> float:
@@ -57,10 +67,18 @@ class Optimizer(ABC):
     buffers: tuple[Buffer, ...] = ()
     needs_room = False  # whether `update` allocates tensors as large as its range; then ranges are short
     compiled = False  # whether native.c has a loop for it
+    # Whether `update` can read its numbers from `Update.device`. Else the host waits for CLIP before each
+    # STEP on the device, to give them to it.
+    on_device = False
 
     @abstractmethod
     def update(self, view: View, by: Update) -> None:
         """Update a range of fp32 weights with fp32 gradients."""
+
+    def update_all(self, views: Sequence[View], by: Update) -> None:
+        """Update several ranges of fp32 weights with fp32 gradients."""
+        for view in views:
+            self.update(view, by)
 
     def update_any(self, view: View, by: Update, copy: Tensor | None) -> bool:
         """A faster update, for the dtypes and devices that it supports. Writes the new weights to `copy`,

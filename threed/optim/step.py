@@ -1,6 +1,9 @@
-"""An optimizer's step over a flat range."""
+"""An optimizer's step over flat ranges."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -9,13 +12,36 @@ from threed.optim.base import Update, View
 from threed.optim.registry import optimizer_called
 
 
+class RangeStep(NamedTuple):
+    """A flat range of a step."""
+
+    by: Update
+    view: View
+    copy: torch.Tensor | None = None  # gets the new weights, too
+
+
+def step_all(parts: Sequence[RangeStep]) -> None:
+    """Step ranges of one unit. Where the device has the numbers, those with the same numbers are one call of
+    a kernel for many tensors, if weights and gradients are fp32."""
+    together: dict[int, list[RangeStep]] = {}
+    for part in parts:
+        whole = part.copy is None and not optimizer_called(part.by.config.name).needs_room
+        if part.by.device is not None and whole and not _is_narrow(part.view):
+            together.setdefault(id(part.by), []).append(part)
+        else:
+            step(*part)
+    for same in together.values():
+        by = same[0].by
+        optimizer_called(by.config.name).update_all([part.view for part in same], by)
+
+
 def step(by: Update, view: View, copy: torch.Tensor | None = None) -> None:
     """Update a flat range in place, and write the new weights to `copy`, too, if given. 16-bit weights and
     gradients are converted to fp32 a chunk at a time."""
     optimizer, (weight, grad, state) = optimizer_called(by.config.name), view
     if optimizer.update_any(view, by, copy):
         return
-    narrow = not weight.dtype == grad.dtype == torch.float32
+    narrow = _is_narrow(view)
     in_chunks = narrow or copy is not None or optimizer.needs_room
     size = min(device_of(weight.device).chunk, len(weight)) if in_chunks else len(weight)
     scratch = torch.empty(2, size if narrow else 0, device=weight.device)
@@ -43,6 +69,10 @@ def step_twice(by: Update, view: View, copy: torch.Tensor | None = None) -> torc
         pairs.append((scratch, copy))
     return torch.stack([((one != other) & ~(one.isnan() & other.isnan())).sum()
                         for one, other in pairs]).sum()
+
+
+def _is_narrow(view: View) -> bool:
+    return not view.weight.dtype == view.grad.dtype == torch.float32
 
 
 def _wide(tensor: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ from threed.base.errors import RunError
 from threed.base.quantity import many
 from threed.engine.diagnose import find_nonfinite
 from threed.engine.engine import Engine
-from threed.features.zero.run import Clipped
+from threed.features.zero.clip import Clipped
 from threed.tensor.context import Batch
 from threed.training.checkpoints import Checkpoints
 

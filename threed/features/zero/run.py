@@ -3,75 +3,51 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
-from threed.base.errors import RunError
 from threed.base.mesh import GROUPS, axes_of
 from threed.comm.group import Comm, Group
 from threed.comm.lanes import Job
 from threed.devices import device_of
+from threed.features.zero.clip import Clipped, Limits
+from threed.features.zero.part import UnitPart
 from threed.features.zero.shard import counts
 from threed.features.zero.units import UnitState
+from threed.features.zero.updates import Due, UpdateCount
 from threed.models.tiling import share_of
 from threed.optim import step as optimizer
-from threed.optim.base import Update, View
-from threed.optim.loss_scale import LossScaler
-from threed.optim.rate import learning_rate
-from threed.optim.registry import RULES
+from threed.optim.base import OnDevice, Update, View
+from threed.optim.registry import RULES, optimizer_called
 from threed.program.buffers import Buffers
 from threed.program.instruction import Instruction, Op, Slot, SlotKind, Tier
 from threed.program.names import ENTER, TRAIN
 from threed.program.slots import Slots
 from threed.program.table import Table
-from threed.schema import Config
-from threed.tensor.loss_sum import NUMBERS, LossSum
+from threed.schema import Config, OptimizerConfig
+from threed.tensor.loss_sum import NUMBERS
 from threed.tensor.precision import Precision
 
 
-@dataclass
-class Clipped:
-    """The result of CLIP, equal on all ranks."""
+class _Range(NamedTuple):
+    """A range of a unit's step."""
 
-    loss: float  # mean over the tokens of the global batch
-    grad_norm: float
-    scale: float  # STEP multiplies gradients by this
-    finite: bool
-    loss_scale: float  # the scale of this step's gradients
-    counted: float | None = None  # what the loss has counted by itself (`Out.count`), and was divided by
-    penalty: float | None = None  # apart from the loss (`Out.penalty`); None: no layer has one
+    decay: bool
+    view: View
+    copy: torch.Tensor | None
 
 
-class Due(NamedTuple):
-    """What STEP needs of the step whose gradients it applies."""
-
-    clipped: Clipped
-    lr: float
-    update: int  # its number, from 1
-
-
-def _share(counted: float, expected: int) -> float:
-    """What a loss has counted, as a share of the samples by whose number it was divided before backward. Of a
-    batch in which nothing counts, the loss and all gradients are zeros: it is divided by anything. RunError
-    where it is no count."""
-    if counted < 0:
-        raise RunError(f"the loss returned counts whose sum over the global batch is {counted:g}: the second "
-                       "of what it returns is a number of tokens, or a sum of their weights")
-    return counted / expected or 1.0
-
-
-class ZeroRun:
+class ZeroRun(UpdateCount):
     def __init__(self, config: Config, comm: Comm, table: Table, states: dict[int, UnitState],
                  buffers: Buffers):
-        self.config, self.comm, self.table, self.states = config, comm, table, states
+        super().__init__(config, comm.device)
+        self.comm, self.table, self.states = comm, table, states
         self.stepped = {unit: states[unit] for unit in table.stepped(comm.here.position)}
-        self.precision, self.scaler = Precision.of(config.precision), LossScaler.of(config)
-        self.step_number = 0  # steps of the run so far
-        # optimizer updates so far, for Adam and the learning rate (skipped steps do not count)
-        self.updates = 0
+        self.precision = Precision.of(config.precision)
+        self.on_device: OnDevice | None = None  # the numbers of this step's updates there
         self.host_threads = 0  # of a step on the host; 0: as many as torch's
         self.waiting: Due | None = None  # of the gradients that wait for their STEP in the next program
         # While a step is verified: (unit, number of elements in which the two computations of its update
@@ -85,19 +61,9 @@ class ZeroRun:
         return {Op.GATHER: self.gather, Op.RELEASE: self.release, Op.REDUCE: self.reduce, Op.CLIP: self.clip,
                 Op.STEP: self.step}
 
-    @property
-    def lr(self) -> float:
-        return learning_rate(self.config.optimizer, self.updates, self.config.train.steps)
-
     def program(self) -> str:
         """The name of the next step's program."""
         return ENTER if self.table.update.overlap and self.waiting is None else TRAIN
-
-    def finish_step(self, clipped: Clipped) -> None:
-        """Count a step, given its CLIP's result, and adapt the loss scale."""
-        self.step_number += 1
-        self.updates += clipped.finite
-        self.scaler.update(not clipped.finite)
 
     def gather(self, instruction: Instruction, slots: Slots) -> Job:
         group = self.comm.groups[instruction.group]
@@ -192,78 +158,82 @@ class ZeroRun:
                 numbers[2].fill_(self.config.tokens_per_step / self.config.data_ranks)
         numbers[1] = (~torch.isfinite(numbers)).any().double()
         self.comm.groups["world"].all_reduce(numbers).wait()
-        squared, found_inf, tokens, *sums = numbers.tolist()
-        total = LossSum(*sums)
-        expected = self.config.tokens_per_step
-        assert tokens == expected, f"{tokens} tokens were counted, not {expected}"
-        loss_scale, share = self.scaler.scale, _share(total.count, expected) if total.counting else 1.0
-        loss = total.loss / share  # gradients are linear in the loss: they are divided when they are used
-        norm = (math.sqrt(squared) if squared >= 0 else math.nan) / loss_scale / share
-        limit = self.config.optimizer.clip_grad
-        scale = min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0
-        finite = found_inf == 0 and math.isfinite(norm) and math.isfinite(loss)
-        clipped = Clipped(loss, norm, scale / loss_scale / share, finite, loss_scale,
-                          total.count if total.counting else None,
-                          total.penalty / share if total.penalties else None)
+        clipped = Clipped(numbers, Limits(self.config.tokens_per_step, self.scaler.scale,
+                                          self.config.optimizer.clip_grad,
+                                          bool(self.config.model.own_layers)))
         slots.put(Slot(SlotKind.SCALE), clipped)
         for state in self.stepped.values() if instruction.gradients != "none" else ():
             state.gradient.clip()
             if instruction.gradients == "drop":
                 state.gradient.drop()
+        if instruction.gradients != "none" and device_of(self.comm.device).asynchronous:
+            self.on_device = self.due_on_device(clipped)
         if instruction.gradients == "wait":
-            self.waiting = self._due(clipped)
+            self.waiting = self.due(clipped)
             for slot in self.table.waiting(self.comm.here.position):
                 slots.put(slot, True)
-
-    def _due(self, clipped: Clipped) -> Due:
-        return Due(clipped, self.lr, self.updates + 1)
 
     @torch.no_grad()
     def step(self, instruction: Instruction, slots: Slots) -> Job | None:
         state = self.states[instruction.unit]
-        due = self.waiting if instruction.age == "prev" else self._due(slots.get(Slot(SlotKind.SCALE)))
-        assert due is not None
         gradient = state.gradient.step()
+        if instruction.age == "prev":
+            assert self.waiting is not None
+            return self._step_on_host(state, gradient, self.waiting, slots)
+        clipped = slots.get(Slot(SlotKind.SCALE))
         if state.gradient.away:
-            return self._step_on_host(state, gradient, due, slots)
-        if due.clipped.finite:  # else weights do not change, and the training loop decides what follows
-            self._update(state.part.number, self._updates(state, gradient, due))
+            return self._step_on_host(state, gradient, self.due(clipped), slots)
+        ranges = self._ranges(state, gradient)
+        if self.on_device is not None and optimizer_called(self._rule(state.part).name).on_device:
+            # A step that is skipped changes no master weight: the same weights are published again.
+            self._update(state.part, ranges, None)
+            state.optimizer_state.publish()
+        elif clipped.finite:  # else weights do not change, and the training loop decides what follows
+            self._update(state.part, ranges, self.due(clipped))
             state.optimizer_state.publish()
         return None
 
-    def _updates(self, state: UnitState, gradient: torch.Tensor, due: Due,
-                 out: torch.Tensor | None = None) -> list[tuple[Update, View, torch.Tensor | None]]:
-        """The parts of a unit's step; the new weights are written to `out`, too, if given."""
-        part, master, buffers = state.part, state.optimizer_state.master, state.optimizer_state.buffers
+    def _rule(self, part: UnitPart) -> OptimizerConfig:
+        """The optimizer of a unit."""
         config = self.config.optimizer
-        mean = part.layout.placed[0].parameter.counted * self.config.tokens_per_step
-        if part.unit.optimizer:
-            config = replace(config, name=part.unit.optimizer)
-        threads = self.host_threads if part.unit.state_home != Tier.DEVICE else 0
-        return [(Update(config, due.lr, due.update, segment.decay, due.clipped.scale, mean, threads),
-                 View(part.range(master, segment), part.range(gradient, segment),
-                      {name: part.range(each, segment) for name, each in buffers.items()}),
-                 part.range(out, segment) if out is not None else None) for segment in part.segments()]
+        return replace(config, name=part.unit.optimizer) if part.unit.optimizer else config
 
-    def _update(self, unit: int, parts: list[tuple[Update, View, torch.Tensor | None]]) -> None:
-        for by, view, copy in parts:
-            if self.update_differences is None:
-                optimizer.step(by, view, copy)
-            else:
-                self.update_differences.append((unit, optimizer.step_twice(by, view, copy)))
+    def _ranges(self, state: UnitState, gradient: torch.Tensor,
+                out: torch.Tensor | None = None) -> list[_Range]:
+        """The ranges of a unit's step; the new weights are written to `out`, too, if given."""
+        part, master, buffers = state.part, state.optimizer_state.master, state.optimizer_state.buffers
+        return [_Range(segment.decay,
+                       View(part.range(master, segment), part.range(gradient, segment),
+                            {name: part.range(each, segment) for name, each in buffers.items()}),
+                       part.range(out, segment) if out is not None else None) for segment in part.segments()]
+
+    def _update(self, part: UnitPart, ranges: Sequence[_Range], due: Due | None) -> None:
+        """Step ranges of a unit. `due`: None where the device has the numbers."""
+        mean = part.layout.placed[0].parameter.counted * self.config.tokens_per_step
+        threads = self.host_threads if part.unit.state_home != Tier.DEVICE else 0
+        lr, number, scale = ((due.lr, due.update, due.clipped.scale) if due is not None
+                             else (math.nan, 0, math.nan))
+        by = {decay: Update(self._rule(part), lr, number, decay, scale, mean, threads,
+                            self.on_device if due is None else None) for decay in (False, True)}
+        steps = [optimizer.RangeStep(by[each.decay], each.view, each.copy) for each in ranges]
+        if self.update_differences is None:
+            optimizer.step_all(steps)
+        else:
+            self.update_differences += [(part.number, optimizer.step_twice(*step)) for step in steps]
 
     def _step_on_host(self, state: UnitState, gradient: torch.Tensor, due: Due, slots: Slots) -> Job:
         """Step a unit on the host lane. The new weights go to their home on the host, or to a staging buffer
         that a later FETCH or OFFLOAD empties."""
         part, out = state.part, state.weights.step_output()
-        master, parts = state.optimizer_state.master, self._updates(state, gradient, due, out)
+        # (of the tensors that this rank has now: where they go to the disk afterwards, others are next)
+        master, ranges = state.optimizer_state.master, self._ranges(state, gradient, out)
         stepped = sum(segment.stop - segment.start for segment in part.segments())
         slots.put(self.table.shards.weight(part.number).on(Tier.HOST), out)
         slots.put(Slot(SlotKind.STATE, part.number, tier=Tier.HOST), True)
 
         def job() -> None:
             if due.clipped.finite:
-                self._update(part.number, parts)
+                self._update(part, ranges, due)
                 out[stepped:].zero_()  # padding
             else:
                 out[:part.count].copy_(master)

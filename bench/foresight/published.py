@@ -3,6 +3,8 @@
     python -m bench.foresight.published           # the table, with the hardware files as they are
     python -m bench.foresight.published --fit     # fit four efficiencies of a100-sxm, one of the H100
 
+Of our own models on the H100, parts are compared, too: errors of parts that cancel are none of a step.
+
 Rows of vTrain (Bang et al. 2024) ran Megatron-LM on A100 nodes with 4 adapters of 200 Gbit/s: 1F1B, full
 recomputation, fp16, attention that stores its matrix, and gradients reduced after backward. So attention is
 priced with passes over that matrix (`attention_passes`), and nothing is computed while gradients travel
@@ -16,6 +18,8 @@ from __future__ import annotations
 
 import argparse
 import random
+import re
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -33,6 +37,7 @@ from threed.prediction.analytic import cost
 from threed.prediction.contention import step
 from threed.prediction.hardware import Hardware
 from threed.program.analysis import Analysis
+from threed.program.instruction import COMPUTE, Op
 from threed.program.plan import Plan
 from threed.schema import Config
 from threed.spec.kernels import Moved
@@ -68,6 +73,23 @@ THREED = {
     "h100-sxm": {"125M-2k": ("none", 165.5), "1.3B-2k": ("none", 1074.5), "1.3B-8k": ("none", 1335.1),
                  "2.7B-4k": ("full", 2786.6)},
     "h200-sxm": {"125M-2k": ("none", 166.9), "1.3B-2k": ("none", 1040.6), "2.7B-4k": ("none", 2113.7)}}
+
+
+MEASURED = Path(__file__).parents[1] / "results" / "gpu.md"
+
+
+class Part(NamedTuple):
+    """A part of a step: a forward or a backward of a unit, or the `tail`, which is what comes after the last
+    backward, and what the host takes between two steps."""
+
+    model: str
+    part: str
+    measured_ms: float
+    predicted_ms: float
+
+    @property
+    def error(self) -> float:
+        return self.predicted_ms / self.measured_ms - 1
 
 
 class Row(NamedTuple):
@@ -134,6 +156,43 @@ def own(hardware: str) -> list[Row]:
             for name, (policy, ms) in THREED[hardware].items()]
 
 
+def measured_parts() -> dict[str, dict[str, float]]:
+    """Model -> part -> ms, from the table "Units" of results/gpu.md."""
+    found: dict[str, dict[str, float]] = defaultdict(dict)
+    units = MEASURED.read_text().partition("## Units")[2].partition("\n## ")[0]
+    for model, unit, op, ms in re.findall(r"^\| (\S+) \| (\w+)[^|]*\| (\w+) \| ([\d.]+) \|", units, re.M):
+        found[model][f"{unit} {op}"] = float(ms)
+    return found
+
+
+def by_part(rows: Sequence[Row], hardware: Hardware | None = None) -> list[Part]:
+    """Of our own models on the H100, each part as measured and as predicted."""
+    measured, parts = measured_parts(), []
+    for row in rows:
+        price = cost(row.plan, hardware or Hardware.parse(row.hardware))
+        table, units, tail = row.plan.table, dict[str, float](), 0.0
+        rest = row.measured_s * 1e3
+        for item in row.plan.programs["train"][0]:
+            ms = price(0, item) * 1e3
+            if item.op not in COMPUTE:
+                tail += ms
+                continue
+            # what is recomputed was not measured apart: it is a forward
+            op = Op.FORWARD if item.op == Op.RECOMPUTE else item.op
+            part = f"{table.units[item.unit].name.partition('.')[0]} {op}"
+            units[part] = ms
+            rest -= measured[row.name][part]
+        parts += [Part(row.name, part, measured[row.name][part], ms) for part, ms in units.items()]
+        parts.append(Part(row.name, "tail", rest, tail))
+    return parts
+
+
+def table_of_parts(parts: Sequence[Part]) -> str:
+    return "\n".join(["| model | part | measured ms | predicted ms | error |", "|---|---|--:|--:|--:|",
+                      *(f"| {part.model} | {part.part} | {part.measured_ms:.2f} | {part.predicted_ms:.2f} | "
+                        f"{part.error:+.1%} |" for part in parts)])
+
+
 def spearman(left: Sequence[float], right: Sequence[float]) -> float:
     """Of two rankings without ties."""
     order = [sorted(values).index for values in (left, right)]
@@ -193,6 +252,8 @@ def main() -> None:
         fitted = fit(rows, names) if args.fit else None
         constants = [f"{name}: {getattr(fitted, name):.3f}" for name in names if fitted]
         print(f"{title}{', fitted ' if fitted else ''}{', '.join(constants)}:\n\n{table(rows, fitted)}\n")
+        if title == "H100, threed":
+            print(f"By part:\n\n{table_of_parts(by_part(rows, fitted))}\n")
 
 
 if __name__ == "__main__":

@@ -102,7 +102,8 @@ class Head(Layer):
         """`logits`: their number on a rank; `own`: bytes of an element in the dtype of compute."""
         if self.model.fuses:  # read in forward, read and written in backward
             return Moved("loss", logits * own, 2 * logits * own,
-                         _FUSED if self.tile.count == 1 else _FUSED_TILE, exponentials=(logits, logits))
+                         _FUSED if self.tile.count == 1 else _FUSED_TILE, exponentials=(logits, logits),
+                         fused=True)
         if self.model.loss_chunk is not None:
             chunk = self.model.loss_chunk
             chunks = -(-self.model.seq_len // chunk)

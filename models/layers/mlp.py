@@ -53,7 +53,7 @@ class Mlp(Part):
             saved = (Saved("gate and up", 2 * size), *opened, *down)
             moved = Moved("swiglu", 5 * size, 13 * size, (2, 4), "mlp_act", (count, count))
             if self.model.fuses:
-                moved = Moved("swiglu", 3 * size, 5 * size, (1, 1), "mlp_act", (count, count))
+                moved = Moved("swiglu", 3 * size, 5 * size, (1, 1), "mlp_act", (count, count), fused=True)
         return super().cost(share) + Cost((moved,), saved)
 
     def forward(self, x_sBD: torch.Tensor, _: Batch) -> torch.Tensor:

@@ -198,7 +198,7 @@ class Column(Linear):
         stream, size = seq * self.model.hidden, share.bytes(seq * self.outputs, axis)
         kernels: list[Kernel] = [self.product(seq, share, self.outputs // share.over(axis), self.inputs)]
         if "bias" in self.held and self.learns:
-            kernels.append(Moved("gradient of the bias", 0, size, (0, 1)))
+            kernels.append(Moved("gradient of the bias", 0, size, (0, 1), columns=size))
         return self.added(share) + Cost(
             tuple(kernels), operands=size if self.learns else 0,
             sent={where: share.sent(stream, axis, rings) for where, rings in sent.items()})
@@ -224,7 +224,8 @@ class Row(Linear):
             self.product(seq, share, self.outputs, self.inputs // share.over(self.axis))]
         if "bias" in self.held:
             stream = share.bytes(self.model.seq_len * self.model.hidden, SEQUENCE)
-            kernels.append(Moved("bias", 2 * stream, stream * self.learns, (1, int(self.learns))))
+            learned = stream * self.learns
+            kernels.append(Moved("bias", 2 * stream, learned, (1, int(self.learns)), columns=learned))
         operands = share.bytes(seq * self.inputs, self.axis) if self.keeps else 0
         return self.added(share) + Cost(tuple(kernels), operands=operands,
                                         sent=sums(share, seq * self.model.hidden, self.axis))
@@ -265,9 +266,9 @@ class LookupTable(Held):
         seen = share.bytes(share.seen(self.model.seq_len, "tp") * self.model.hidden)
         (weight,) = self.held.values()
         table = share.bytes(weight.numel, "tp") // share.sequences
-        moved = Moved("rows of the table", 2 * seen, 2 * seen + table)
+        moved = Moved("rows of the table", 2 * seen, 2 * seen + table, scattered=seen)
         if share.over("tp") > 1 or weight.tile.count > 1:  # rows of other ranks and tiles are 0
-            moved = Moved("rows of the table", 4 * seen, 4 * seen + table, (3, 2))
+            moved = Moved("rows of the table", 4 * seen, 4 * seen + table, (3, 2), scattered=seen)
         return Cost((moved,), sent=sums(share, self.model.seq_len * self.model.hidden))
 
     def module(self, context: Context) -> torch.nn.Module:
@@ -329,7 +330,7 @@ class Dropout(Part):
             return Cost()
         own = share.element
         if self.model.fuses:
-            return Cost((Moved("dropout", 2 * own * size, 2 * own * size),))
+            return Cost((Moved("dropout", 2 * own * size, 2 * own * size, fused=True),))
         moved = Moved("dropout", (MASK + 4 * own + 1) * size, (4 * own + 1) * size, (31, 2))
         return Cost((moved,), saved=(Saved("dropout mask", size),))
 

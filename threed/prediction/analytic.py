@@ -22,13 +22,20 @@ from threed.program.table import Table
 from threed.program.traffic import moved_by, sent_by
 from threed.program.trips import depends, trip_of
 from threed.program.walk import Cost
-from threed.spec.kernels import FROZEN, Product
+from threed.spec.kernels import FROZEN, Moved, Product
+
+# Kernels of a unit on a device. Of its norm: some six for each kind of its parameters, of which a block has
+# four (decayed or not, cut over tp or not). Of its step: with and without weight decay, and one that writes
+# the weights that compute reads.
+_NORM_KERNELS, _STEP_KERNELS = 24, 3
+_COOL = 0.8  # share of the time in products, up to which a device keeps its clock
 
 
 def cost(plan: Plan, hardware: Hardware, measured: Costs | None = None, imbalance: float = 1.0) -> Cost:
     """Seconds of an instruction of a plan. `measured` costs replace the analytic ones, but not for moves
     between tiers and steps on the host, which no run measures. `imbalance`: rows of the busiest rank, for
     which the others wait, over those of balanced ranks: what computes and sends them takes as much longer."""
+    hardware = under_load(plan, hardware)
     table, by_run = plan.table, cost_of(measured) if measured is not None else None
     compute, travel = _Compute(plan, hardware), _Travel(plan, hardware)
     host_s = hardware.host_us * 1e-6 if hardware.waits else 0.0
@@ -74,6 +81,22 @@ def cost(plan: Plan, hardware: Hardware, measured: Costs | None = None, imbalanc
         return known[key]
 
     return seconds
+
+
+def under_load(plan: Plan, hardware: Hardware) -> Hardware:
+    """The hardware as it is in the middle of this plan's steps: the more of the time it multiplies matrices,
+    the lower is its clock."""
+    if not hardware.sustained:
+        return hardware
+    prices, hot, total = Prices(hardware, plan.table.elements.param), 0.0, 0.0
+    for kernels, units in Counter(unit.kernels for unit in plan.table.units).items():
+        for kernel in kernels:
+            seconds = prices.forward([kernel]) + prices.input_half([kernel]) + prices.weight_half([kernel])
+            total += seconds * units
+            hot += seconds * units * (not isinstance(kernel, Moved))
+    load = max(0.0, (hot / total - _COOL) / (1 - _COOL)) if total else 0.0
+    return replace(hardware, efficiency=hardware.efficiency
+                   - load * (hardware.efficiency - min(hardware.efficiency, hardware.sustained)))
 
 
 def uneven(table: Table) -> dict[int, int]:
@@ -152,7 +175,7 @@ class _Compute:
         numel, home = table.shards.numel(index), table.parameters[index].state_home
         size = numel * (2 * table.shards.state_bytes(Tier.HOST, index) + table.elements.grad
                         + table.shards.param_bytes(index))
-        return self.prices.update(size, home != Tier.DEVICE)
+        return self.prices.update(size, home != Tier.DEVICE, _STEP_KERNELS)
 
     def added(self, size: int) -> float:
         """Seconds in which the host adds so many bytes to a gradient: it reads both and writes the sum."""
@@ -161,7 +184,8 @@ class _Compute:
     def norm(self, position: int) -> float:
         """CLIP reads the gradients where they are. (What leaves the device in one piece is read before.)"""
         table, shards = self.table, self.table.shards
-        return sum(self.prices.update(shards.numel(unit) * table.elements.grad, shards.adds_on_host(unit))
+        return sum(self.prices.update(shards.numel(unit) * table.elements.grad, shards.adds_on_host(unit),
+                                      _NORM_KERNELS)
                    for unit in table.stepped(position))
 
 

@@ -33,7 +33,11 @@ class Hardware:
     tflops: float = key(312.0, "peak of products in 16 bits, without sparsity")
     tflops_fp32: float = key(19.5, "and in fp32")
     efficiency: float = key(0.7, "share of the peak that large products reach")
+    sustained: float = key(0.0, "share of the peak that products reach where a device computes nothing else: "
+                           "then its clock falls. Up to 80% of the time `efficiency` holds. 0: always")
     attention_efficiency: float = key(0.5, "share of the peak that attention in one kernel reaches")
+    attention_half_size: float = key(0.0, "size of a head that reaches half of that share; 0: all alike")
+    attention_backward: float = key(1.0, "rate of attention's backward, over that of its forward")
     attention_passes: float = key(0.0, "0: attention is one kernel. Above: software before such kernels, "
                                   "whose forward reads or writes the matrix of [S, S] so many times (and "
                                   "backward 1.3 times as often)")
@@ -44,6 +48,9 @@ class Hardware:
     memory_gb: float = key(80.0, "GB of memory")
     memory_gbps: float = key(16312.0, "Gbit/s of memory")
     memory_efficiency: float = key(0.8, "share of it that element-wise kernels reach")
+    fused_rate: float = key(1.0, "rate of kernels of fused pieces, over that of element-wise kernels")
+    column_efficiency: float = key(1.0, "rate of sums over tokens, over that of element-wise kernels")
+    scatter_efficiency: float = key(1.0, "and of rows that are added up where their tokens say")
     kernel_us: float = key(3.0, "from the end of a kernel to the end of an empty one")
     launch_us: float = key(6.0, "of the host, for a kernel that it launches")
     contention: float = key(0.1, "seconds that computation loses to a second of a collective beside it; 1: "
@@ -142,11 +149,12 @@ class Hardware:
 
 _NAMES = tuple(item.name for item in fields(Hardware))
 NUMBERS = tuple(name for name in _NAMES if name != "name")
-_MAY_BE_0 = ("attention_passes", "contention", "half_dim", "exponential_ns", "kernel_us", "launch_us",
-             "host_us", "node_us", "adapter_us", "context_gb", "communicator_gb", "free_share",
-             "host_free_share", "dollars")
-SHARES = ("efficiency", "contention", "attention_efficiency", "memory_efficiency", "node_efficiency",
-          "adapter_efficiency", "free_share", "host_free_share", "link_both")
+_MAY_BE_0 = ("sustained", "attention_half_size", "attention_passes", "contention", "half_dim",
+             "exponential_ns", "kernel_us", "launch_us", "host_us", "node_us", "adapter_us", "context_gb",
+             "communicator_gb", "free_share", "host_free_share", "dollars")
+SHARES = ("efficiency", "sustained", "contention", "attention_efficiency", "memory_efficiency",
+          "node_efficiency", "adapter_efficiency", "column_efficiency", "scatter_efficiency", "free_share",
+          "host_free_share", "link_both")
 
 
 def names() -> list[str]:

@@ -3,9 +3,10 @@
 * A product is computed in tiles, as many at a time as the device has units: a last wave that is not full
   takes as long as a full one. A product also reads and writes its matrices, and takes the longer of the two.
 * Attention in one kernel computes the half of the square below the diagonal; its backward has five products
-  for forward's two (Dao 2023).
+  for forward's two (Dao 2023). Small heads have as many exponentials and fewer products between them.
 * Everything else takes its bytes over the bandwidth of memory, or on a CPU its exponentials, if these take
-  longer. (A GPU computes them in units of their own.)
+  longer. (A GPU computes them in units of their own.) Sums over tokens, and of rows at scattered places,
+  reach a share of that bandwidth.
 * A collective is a ring or, for an all-reduce over several nodes, a ring inside each node and one over the
   nodes, whichever is faster. Ranks of a node share its adapters.
 * An all-to-all sends to all ranks at the same time, inside the node and to others.
@@ -45,16 +46,16 @@ class Prices:
     def weight_half(self, kernels: Iterable[Kernel]) -> float:
         return self._issued([self._weight(kernel) for kernel in kernels])
 
-    def moved(self, size: int, kernels: int = 1, exponentials: int = 0) -> float:
+    def moved(self, size: float, kernels: int = 1, exponentials: int = 0) -> float:
         """Of kernels that read and write so many bytes, and compute so many exponentials."""
         return (max(size / self._memory, self._exponentials(exponentials))
                 + kernels * self.hardware.kernel_us * 1e-6)
 
-    def update(self, size: int, on_host: bool) -> float:
-        """Of the optimizer's work on so many bytes, on the host or on the device."""
+    def update(self, size: int, on_host: bool, kernels: int = 1) -> float:
+        """Of the optimizer's work on so many bytes, on the host or, by so many kernels, on the device."""
         if on_host or self.hardware.waits:
             return size / self._host
-        return self.moved(size)
+        return self.moved(size, kernels)
 
     def _exponentials(self, count: float) -> float:
         return count * self.hardware.exponential_ns * 1e-9
@@ -80,7 +81,8 @@ class Prices:
             return self.product(kernel.m, kernel.n, kernel.k, kernel.count), 1
         if isinstance(kernel, AttentionKernel):
             return self._attention(kernel, 1.0), _ATTENTION_KERNELS[0]
-        return self.moved(kernel.forward, kernel.kernels[0], kernel.exponentials[0]), kernel.kernels[0]
+        size = kernel.forward / (self.hardware.fused_rate if kernel.fused else 1.0)
+        return self.moved(size, kernel.kernels[0], kernel.exponentials[0]), kernel.kernels[0]
 
     def _input(self, kernel: Kernel) -> tuple[float, int]:
         if isinstance(kernel, Product):
@@ -89,7 +91,11 @@ class Prices:
             return (seconds, 1) if kernel.weight else (seconds + self.product(k, n, m, count), 2)
         if isinstance(kernel, AttentionKernel):
             return self._attention(kernel, _ATTENTION_BACKWARD), _ATTENTION_KERNELS[1]
-        return self.moved(kernel.backward, kernel.kernels[1], kernel.exponentials[1]), kernel.kernels[1]
+        rate = self.hardware.fused_rate if kernel.fused else 1.0
+        size = ((kernel.backward - kernel.columns - kernel.scattered) / rate
+                + kernel.columns / self.hardware.column_efficiency
+                + kernel.scattered / self.hardware.scatter_efficiency)
+        return self.moved(size, kernel.kernels[1], kernel.exponentials[1]), kernel.kernels[1]
 
     def _weight(self, kernel: Kernel) -> tuple[float, int]:
         if isinstance(kernel, Product) and kernel.weight is True:
@@ -106,6 +112,8 @@ class Prices:
             passes = hardware.attention_passes * (1.0 if times == 1.0 else _PASSES_BACKWARD)
             return products + self.moved(round(passes * squares * self.element), round(passes))
         speed = hardware.peak(self.element) * hardware.attention_efficiency
+        speed *= kernel.size / (kernel.size + hardware.attention_half_size)
+        speed *= hardware.attention_backward if times != 1.0 else 1.0
         rows = kernel.sequences * kernel.seq * kernel.size * (2 * kernel.heads + 2 * kernel.kv_heads)
         # Backward computes the softmax again.
         computed = times * kernel.flops / 2 / speed + self._exponentials(squares)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from threed.program.entries import ComputeUnit, MadeTensor, ParameterUnit
 from threed.program.instruction import MICROBATCH_AT, Instruction, form_key
 from threed.program.settings import WHOLE_MESSAGES, UpdateSettings
+from threed.spec.kernels import Kernel, Moved
 
 # The format of what is hashed. Traces and costs hold digests of older versions: a plan that could be made
 # before a field was there keeps its digest. So a new field needs a line in SINCE and no new format. Only a
@@ -55,6 +56,8 @@ def _values(entry: Any) -> dict[str, Any]:
         del values["kind"]  # its name says it
     if isinstance(entry, ComputeUnit):
         del values["rings"]  # a matter of prices: `traffic` says what is sent
+        for which in ("kernels", "again"):
+            values[which] = [*map(_moves, values[which])]
     if isinstance(entry, UpdateSettings):
         values["delayed"] = False  # updates that came a step late, which are gone
     for since in SINCE:
@@ -65,6 +68,11 @@ def _values(entry: Any) -> dict[str, Any]:
         values["running_bytes"] = (output and (list(output) if output[2] else output[0])) or 0
         values["makes"], values["reads"] = [*map(_made, entry.makes)], [*map(_first, entry.reads)]
     return values
+
+
+def _moves(kernel: Kernel) -> list[Any]:
+    """A kernel without what is a matter of prices: how fast its bytes move."""
+    return [*kernel[:Moved._fields.index("columns")]] if isinstance(kernel, Moved) else [*kernel]
 
 
 def _made(tensor: MadeTensor) -> list[Any]:

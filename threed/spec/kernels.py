@@ -56,6 +56,11 @@ class Moved(NamedTuple):
     kernels: tuple[int, int] = (1, 1)  # in forward, in backward
     piece: str | None = None
     exponentials: tuple[int, int] = (0, 0)  # in forward, in backward; a tanh counts as two
+    # Of backward's bytes: those of sums over tokens, a number a column; and of rows that are added up where
+    # their tokens say. Memory is read more slowly there.
+    columns: int = 0
+    scattered: int = 0
+    fused: bool = False  # whether a kernel of a fused piece reads and writes each tensor once
 
     @property
     def flops(self) -> int:

@@ -62,7 +62,7 @@ def silent_groups(share: Share, sent: Counter[str],
     """All groups, of the last rank of each. `ranks`: group -> its ranks, where it is not an axis of `share`;
     one, where it is not there."""
     sizes = {**dict.fromkeys(GROUPS, 1), **(ranks or {}),
-             **{axis: share.over(axis) for axis in axes_of("parameters")}}
+             **{axis: share.over(axis) for axis in (*axes_of("tokens"), *axes_of("parameters"))}}
     return {name: SilentGroup(name, range(size), size - 1, sent) for name, size in sizes.items()}
 
 
@@ -142,13 +142,13 @@ class Measured:
         self.groups = groups = silent_groups(share, self.sent)
         self.grads = WeightGrads()
         self.context = Context(model, groups, bool(share.sequence), dtype, self.grads,
-                               SavingPolicy(tuple(pieces)))
+                               SavingPolicy(tuple(pieces)), tokens=(share.tokens - 1, share.tokens))
         self.weights = {p.key: weight_of(p, share, dtype) for p in layer.parameters()}
         layer.build(self.context, self.weights)
-        _, length = self.context.sequence()
-        stream = length, share.sequences, model.hidden
-        self.x = torch.randn(2, model.seq_len, share.sequences) if running else torch.randn(stream,
-                                                                                            dtype=dtype)
+        places = self.context.places
+        stream = places.size, share.sequences, model.hidden
+        length = share.length(model.seq_len)
+        self.x = (torch.randn(2, length, share.sequences) if running else torch.randn(stream, dtype=dtype))
         hands = handing(layer)
         self.reads = {name: torch.zeros(hands.shapes.get(name, stream),
                                         dtype=getattr(torch, hands.without_grad[name]))
@@ -161,10 +161,13 @@ class Measured:
         documents = Documents.of(_halves(share.sequences, model.seq_len)) if share.documents else None
         self.batch = Batch(tokens[:, :-1].clone(), tokens[:, 1:].clone(), samples, 0, count,
                            documents=documents)
+        if share.tokens > 1:
+            self.batch = self.batch.at(places)
 
     def cost(self, first: bool = False) -> Cost:
         """`first`: whether the layer reads only tokens."""
-        with FlopCounterMode(display=False) as flops, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+        counter = FlopCounterMode(display=False, custom_mapping=_RECTANGLES)
+        with counter as flops, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
             self._forward(None if first else self.x,
                           {name: read.detach() for name, read in self.reads.items()})
         self._sent("forward")  # of that run: not counted
@@ -179,7 +182,7 @@ class Measured:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept):
             out = self._forward(self.x if leaf is None and not first else leaf)
         sent = self._sent("forward")
-        shared = list(self.context.rotary(torch.device("cpu")))  # one table a rank
+        shared = list(self.context.rotary(torch.device("cpu"), self.share.documents))  # one table a rank
         if isinstance(self.batch.num_tokens, torch.Tensor):  # one number
             shared.append(self.batch.num_tokens)
         # Until backward what it reads is a slot of its own, but for what forward uses up.
@@ -237,6 +240,15 @@ class Measured:
     def _forward(self, x: torch.Tensor | None, reads: Mapping[str, torch.Tensor] | None = None) -> Out:
         out = self.layer(x, self.batch, **(self.reads if reads is None else reads))
         return out if isinstance(out, Out) else Out(out)
+
+
+def _of_rectangle(q: Sequence[int], k: Sequence[int], *_: Any, **__: Any) -> int:
+    """FLOPs of attention's kernel for some of the queries of a sequence (tensor/rectangles)."""
+    size, heads, rows, width = q
+    return 4 * size * heads * rows * k[2] * width
+
+
+_RECTANGLES = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _of_rectangle}
 
 
 def _halves(sequences: int, length: int) -> torch.Tensor:

@@ -91,7 +91,7 @@ class Limit:
 def share_of(config: Config) -> Share:
     """A rank's share of a micro-batch."""
     parallel = config.parallel
-    ranks = {axis: getattr(parallel, axis) for axis in (*axes_of("parameters"), *FOLDS)}
+    ranks = {axis: getattr(parallel, axis) for axis in (*axes_of("tokens"), *axes_of("parameters"), *FOLDS)}
     return Share(ranks, ("tp",) if parallel.sequence_parallel else (), config.train.micro_batch_size,
                  BYTES[config.precision.dtype], config.data.document_mask, config.masked,
                  config.token_ranks)

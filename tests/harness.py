@@ -278,8 +278,9 @@ def replay(engine: Engine, picks: Picks) -> None:
     """Routers choose what a reference chose."""
 
     def choice(layer: Routes, scores: torch.Tensor, batch: Batch) -> torch.Tensor:
-        first, length = layer.context.sequence()
-        mine = [picks[layer.name, sample][first:first + length] for sample in batch.samples_B.tolist()]
+        runs = layer.context.places.runs
+        mine = [[picks[layer.name, sample][place] for run in runs for place in run]
+                for sample in batch.samples_B.tolist()]
         return torch.tensor(mine, device=scores.device).transpose(0, 1).flatten(0, 1)
 
     for layer in itertools.chain(*engine.pipeline.layers.values()):

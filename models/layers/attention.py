@@ -7,13 +7,16 @@ value (as in Megatron-LM). So any run of heads is a run of rows.
 With model.qk_norm, queries and keys of each head are normed. All heads share the two weights, so ranks of tp
 sum their gradients, and the first tile hands them to the others.
 
-Shapes: S sequence, s a rank's part of the sequence in the residual stream, B micro-batch, D hidden, E head
-size; in this rank (and tile) N heads, K key and value heads, and G = N/K.
+With context parallelism a rank has the queries of its tokens, and gathers the keys and values of all
+(tensor/keys).
+
+Shapes: S sequence (the tokens of it that this rank has), s a rank's part of these in the residual stream, B
+micro-batch, D hidden, E head size; in this rank (and tile) N heads, K key and value heads, and G = N/K.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from threed.base.errors import InputError
@@ -24,7 +27,7 @@ from threed.models.layers.parts import MASK, Column, Held, Row, moved_by_norm
 from threed.schema import ModelConfig
 from threed.spec.kernels import AttentionKernel as Core
 from threed.spec.kernels import Kernel, Moved, Product
-from threed.spec.parameter import WHOLE, Cost, Parameter, Rows, Saved, Share, Tile
+from threed.spec.parameter import WHOLE, Cost, Parameter, Rows, Saved, Share, Tile, Traffic
 
 if TYPE_CHECKING:
     from threed.tensor.context import Batch
@@ -58,10 +61,21 @@ class Attention(Part):
         return {SCALES: torch.stack(self.norms.weights())} if self.norms is not None else {}
 
     def cost(self, share: Share) -> Cost:
-        if share.tokens > 1:
-            raise InputError(f"{self.name}: it attends to all tokens of a sample, which {share.tokens} ranks "
-                             f"divide here ({' x '.join(axes_of('tokens'))}): give that axis one rank")
-        return super().cost(share) + Cost(self._kernels(share), self._saved(share))
+        if share.tokens > share.over("cp"):
+            others = " x ".join(axis for axis in axes_of("tokens") if axis != "cp")
+            raise InputError(f"{self.name}: it attends to all tokens of a sample, and gathers them over cp "
+                             f"alone; other ranks divide them here ({others}): give that axis one rank")
+        return super().cost(share) + Cost(self._kernels(share), self._saved(share), sent=self._sent(share))
+
+    def _sent(self, share: Share) -> dict[tuple[str, str], Traffic]:
+        """Keys and values of all tokens are gathered in forward, and again in backward, which adds up their
+        gradients in fp32. (Attention by separate operations keeps what it has gathered.)"""
+        if share.over("cp") == 1:
+            return {}
+        numbers = 2 * self.model.seq_len * self.model.num_kv_heads * self.model.head_size // self.tile.count
+        gather, sums = (share.gathered(numbers, "cp", "tp", element) for element in (share.element, 4))
+        again = Traffic() if self.model.attention_dropout else gather
+        return {("forward", "cp"): gather, (PIECE, "cp"): gather, ("input", "cp"): again + sums}
 
     def _kernels(self, share: Share) -> tuple[Kernel, ...]:
         model, piece = self.model, PIECE
@@ -69,7 +83,8 @@ class Attention(Part):
         heads, kv_heads = model.heads // ranks, model.num_kv_heads // ranks
         queries, keys = (share.bytes(seq * each * model.head_size) for each in (heads, kv_heads))
         moved = [Moved("queries, keys and values apart", 2 * queries * (heads > kv_heads),
-                       2 * (queries + 2 * keys), (int(heads > kv_heads), 1), piece)]
+                       2 * (queries + 2 * keys), (int(heads > kv_heads), 1), piece),
+                 *self._moved_over_cp(share, keys)]
         if model.qk_norm:
             moved += [moved_by_norm(f"norm of {what}", size // share.element, share.element, model.fuses,
                                     piece) for what, size in (("queries", queries), ("keys", keys))]
@@ -78,13 +93,25 @@ class Attention(Part):
             size = passes * (queries + keys)
             moved.append(Moved("rotary positions", size, size, (kernels, kernels), piece))
         if not model.attention_dropout:
-            return (Core(share.sequences, heads, kv_heads, seq, model.head_size, piece), *moved)
-        count, own = share.sequences * heads, share.element
-        squares, cast = count * seq**2, 2 * (own + 4) if own < 4 else 0
-        return (Product(seq, seq, model.head_size, count, False, piece),
-                Product(seq, model.head_size, seq, count, False, piece), *moved,
+            return (Core(share.sequences, heads, kv_heads, share.length(seq), model.head_size, piece,
+                         seq if share.tokens > 1 else None), *moved)
+        count, own, rows = share.sequences * heads, share.element, share.length(seq)
+        squares, cast = count * rows * seq, 2 * (own + 4) if own < 4 else 0
+        return (Product(rows, seq, model.head_size, count, False, piece),
+                Product(rows, model.head_size, seq, count, False, piece), *moved,
                 Moved("softmax and dropout", squares * (MASK + 8 * own + 9 + cast),
                       squares * (6 * own + 13 + cast), (36, 6), piece, (squares, 0)))
+
+    def _moved_over_cp(self, share: Share, keys: int) -> list[Moved]:
+        """Keys and values, and the sums of their gradients in fp32, are put in the order of the sequence or
+        of the ranks. `keys`: bytes of this rank's."""
+        ranks, wide = share.over("cp"), 4 // share.element
+        if ranks == 1:
+            return []
+        whole = 2 * keys * ranks
+        gather = 4 * keys + 2 * whole
+        return [Moved("keys and values of all ranks", gather, gather + (6 * wide + 1) * whole,
+                      (1 + 4 * ranks, 8 + 8 * ranks), PIECE)]
 
     def _saved(self, share: Share) -> tuple[Saved, ...]:
         """The tensors saved between the norm and the dropout of its branch."""
@@ -118,7 +145,7 @@ class Attention(Part):
         instead = 2 * kv if (rotary or grouped) and not normed else 0
         return (*ends, kept("softmax of attention", squares, 4), kept("dropped attention", squares),
                 kept("attention mask", squares, 1), kept("queries", seq * own),
-                kept("keys and values of each query", seq * (2 * wide - instead)))
+                kept("keys and values of each query", seq * (2 * wide * share.over("cp") - instead)))
 
     def forward(self, x_sBD: torch.Tensor, batch: Batch,
                 qk_scales: torch.Tensor | None = None) -> torch.Tensor:
@@ -150,17 +177,36 @@ class Attention(Part):
         if probability == 0.0 or not batch.train:
             return self.context.attend(q, k, v, batch)
         # Fused attention draws its own dropout, which depends on the mesh: the weights are explicit here.
+        places = self.context.places
+        if places.count > 1:
+            k, v = self.context.keys_of_all(k, v, self.context.sequence)
         k, v = (t.repeat_interleave(queries, 1) for t in (k, v))
-        seq, heads = q.shape[2], q.shape[1]
-        future = torch.full((seq, seq), -torch.inf, dtype=q.dtype, device=q.device).triu(1)  # added: not kept
+        (heads, rows), seq = q.shape[1:3], places.length
+        future = self._future(q, seq)  # added: not kept
         if batch.documents is not None:
-            future = future.masked_fill(self.context.outside(batch.documents.positions_BS), -torch.inf)
+            at = self.context.numbers(places.own, q.device)
+            future = future.masked_fill(self.context.outside(batch.documents.positions_BS, at, seq),
+                                        -torch.inf)
         scores = q @ k.transpose(-1, -2) * self.model.head_size**-0.5 + future
         first = (self.tile.index * self.context.group.size() + self.context.group.rank()) * heads
-        counters = torch.arange(first * seq * seq, (first + heads) * seq * seq, device=q.device)
+        counters = self.context.numbers(_of_heads(places.own, first, heads, seq), q.device, seq)
         keep = self.context.keep_mask(probability, (batch.seed, f"{self.name}.weights"), batch.samples_B,
-                                      counters.view(heads, seq, seq))
+                                      counters.view(heads, rows, seq))
         return (scores.float().softmax(-1).to(v.dtype) * keep / (1.0 - probability)) @ v
+
+    def _future(self, q: torch.Tensor, seq: int) -> torch.Tensor:
+        """-inf where a key is behind its query, else 0, [rows, seq]."""
+        parts = [torch.full((len(run), seq), -torch.inf, dtype=q.dtype, device=q.device).triu(run.start + 1)
+                 for run in self.context.places.own]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _of_heads(runs: Sequence[range], first: int, heads: int, seq: int) -> tuple[range, ...]:
+    """Rows of the squares of heads, one square of `seq` rows after the other."""
+    if len(runs) == 1:
+        return (range(first * seq, (first + heads) * seq),)
+    return tuple(range(head * seq + run.start, head * seq + run.stop)
+                 for head in range(first, first + heads) for run in runs)
 
 
 def targets(model: ModelConfig) -> dict[str, Rows]:

@@ -37,8 +37,9 @@ class Embedding(Layer):
     def cost(self, share: Share) -> Cost:
         """All of its backward is weight gradients: all that is saved is an operand of them."""
         tokens = Saved("token ids", share.bytes(self.model.seq_len, element=8))
-        placed = share.documents and self.position is not None
-        positions = Saved("positions", share.bytes(self.model.seq_len, element=8) if placed else 0)
+        places = share.bytes(self.model.seq_len, element=8) if share.documents else (
+            share.bytes(self.model.seq_len, SEQUENCE, 8) // share.sequences if share.tokens > 1 else 0)
+        positions = Saved("positions", places if self.position is not None else 0)
         stream = share.bytes(self.model.seq_len * self.model.hidden, SEQUENCE)
         sums = (self.position is not None) + self.adds
         added = Moved("sum", 3 * stream * sums, stream * sums, (sums, sums))
@@ -71,8 +72,10 @@ class Positions(Held):
     def forward(self, batch: Batch) -> torch.Tensor:
         """The vectors of this rank's part of the sequence, [s, 1, D], or [s, B, D] where documents give each
         token its own."""
-        first, length = self.context.sequence()
-        if batch.documents is None:
-            return self.compute.weight[first:first + length].unsqueeze(1)
-        positions_Bs = batch.documents.positions_BS[:, first:first + length]
-        return F.embedding(positions_Bs.t(), self.compute.weight)
+        places, weight = self.context.places, self.compute.weight
+        if batch.documents is not None:
+            return F.embedding(batch.documents.positions_BS[:, places.stream].t(), weight)
+        if places.count == 1:
+            (run,) = places.runs
+            return weight[run.start:run.stop].unsqueeze(1)
+        return F.embedding(self.context.numbers(places.runs, weight.device), weight).unsqueeze(1)

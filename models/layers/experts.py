@@ -156,26 +156,27 @@ class Routes(Layer):
         picks = 8 * tokens * self.model.experts_per_token
         if self.model.moe_capacity is None:
             return Cost()
-        sent = (share.sent(2 * self.model.seq_len * self.model.experts_per_token, TP, 1, 4)
-                if TP in share.sequence else Traffic())
-        return Cost((Moved("capacity", 8 * picks, 0, (16, 0)),), (Saved("choices", picks),),
-                    sent={("once", TP): sent} if sent.rings else {})
+        numbers = 2 * self.model.seq_len * self.model.experts_per_token
+        sent = {("once", "cp"): share.gathered(numbers, "cp", element=4)} if share.over("cp") > 1 else {}
+        if TP in share.sequence:
+            sent["once", TP] = share.sent(numbers, TP, 1, 4)
+        return Cost((Moved("capacity", 8 * picks, 0, (16, 0)),), (Saved("choices", picks),), sent=sent)
 
     def _penalty_cost(self, share: Share, tokens: int) -> Cost:
         model, scores = self.model, 4 * tokens * self.model.experts
         if not self.loss:
             return Cost()
-        sent = Traffic(2 * ring(4, share.over("tp")), 2) if TP in share.sequence else Traffic()
+        sent = {("forward", TP): Traffic(2 * ring(4, share.over(TP)), 2)} if TP in share.sequence else {}
         saved, moved = 0, 0
         if model.z_loss:
             saved, moved = saved + scores + 4 * tokens, moved + 2 * scores
         if model.balance == "sequence":
             saved += 4 * model.experts * share.sequences + 4 * tokens * (model.router_score == "sigmoid")
             moved += 3 * scores
-            if TP in share.sequence:
-                sent += share.sent(model.experts, TP, 2, 4)
-        return Cost((Moved("penalty", moved, moved, (8, 8)),), (Saved("of the penalty", saved),),
-                    sent={("forward", TP): sent} if sent.rings else {})
+            for axis in (axis for axis in (*share.sequence, "cp") if share.over(axis) > 1):  # the counts
+                counts = Traffic(2 * ring(4 * model.experts * share.sequences, share.over(axis)), 2)
+                sent["forward", axis] = sent.get(("forward", axis), Traffic()) + counts
+        return Cost((Moved("penalty", moved, moved, (8, 8)),), (Saved("of the penalty", saved),), sent=sent)
 
     def forward(self, x_sBD: torch.Tensor, batch: Batch, picks: torch.Tensor | None = None,
                 counts: torch.Tensor | None = None) -> Out:
@@ -205,8 +206,7 @@ class Routes(Layer):
     def _choice(self, scores: torch.Tensor, batch: Batch) -> torch.Tensor:
         model, experts = self.model, self.context.experts
         if model.moe_route == "balanced":
-            first, length = self.context.sequence()
-            places = torch.arange(first, first + length, device=scores.device)
+            places = self.context.numbers(self.context.places.runs, scores.device)
             places = places.repeat_interleave(len(batch.samples_B))
             return experts.balanced(places, model.experts_per_token, model.experts)
         bias = self.router.compute.bias.detach() if model.balance == "bias" else None

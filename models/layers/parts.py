@@ -338,12 +338,12 @@ class Dropout(Part):
         probability = self.model.dropout
         if probability == 0.0 or not batch.train:
             return x_sBD
-        first, length = self.context.sequence()
-        hidden, key = x_sBD.shape[-1], (batch.seed, self.site)
+        runs, key = self.context.places.runs, (batch.seed, self.site)
         if self.model.fuses:
-            return self.context.fused.drop(x_sBD, probability, key, batch.samples_B, first)
-        counters = torch.arange(first * hidden, (first + length) * hidden, device=x_sBD.device)
-        keep_BsD = self.context.keep_mask(probability, key, batch.samples_B, counters.view(length, hidden))
+            return self.context.fused.drop(x_sBD, probability, key, batch.samples_B, runs)
+        length, _, hidden = x_sBD.shape
+        counters = self.context.numbers(runs, x_sBD.device, hidden).view(length, hidden)
+        keep_BsD = self.context.keep_mask(probability, key, batch.samples_B, counters)
         return x_sBD * keep_BsD.transpose(0, 1) / (1.0 - probability)
 
 

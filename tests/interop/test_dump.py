@@ -89,7 +89,8 @@ def test_values_of_a_dump(name, value, key, expected, tmp_path):
 
 
 @pytest.mark.parametrize("name, value, refused", [
-    ("fp8", "hybrid", "--fp8"), ("context_parallel_size", 2, "--context-parallel-size"),
+    ("fp8", "hybrid", "--fp8"),
+    ("hierarchical_context_parallel_sizes", "[2, 2]", "--hierarchical-context-parallel-sizes"),
     ("some_new_argument", "fast", "--some-new-argument"), ("some_new_number", 3, "--some-new-number"),
     ("perform_initialization", False, "--no-initialization"), ("mtp_num_layers", 1, "--mtp-num-layers"),
     ("multi_latent_attention", True, "--multi-latent-attention"),

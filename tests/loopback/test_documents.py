@@ -197,7 +197,7 @@ def test_attention_is_that_of_a_mask(kv_heads, kernel, monkeypatch):
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
     q, k, v = parts(4, kv_heads)
     out = attend(q, k, v, DOCUMENTS, varlen=kernel is not None)
-    mask = ~outside(DOCUMENTS.positions_BS) & torch.ones(8, 8, dtype=torch.bool).tril()
+    mask = ~outside(DOCUMENTS.positions_BS, torch.arange(8), 8) & torch.ones(8, 8, dtype=torch.bool).tril()
     want = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
     grad = torch.randn_like(out)
     torch.testing.assert_close(out, want)

@@ -38,6 +38,8 @@ MESHES = {
     "tp": ["parallel.tp=2"],
     "sp": ["parallel.tp=2", "parallel.sequence_parallel=true", "model.tie_embeddings=false"],
     "pp": ["parallel.pp=2"],
+    "cp": ["parallel.cp=2"],
+    "cp-sp": ["parallel.cp=4", "parallel.pp=2", "parallel.tp=2", "parallel.sequence_parallel=true"],
     "v": ["parallel.pp=2", "parallel.schedule=zb-v"],
     "interleaved": ["parallel.pp=2", "parallel.schedule=interleaved", "parallel.virtual_stages=2"],
     "zero-3": ["parallel.dp=2", "zero.stage=3"],
@@ -46,7 +48,7 @@ MESHES = {
               "model.tie_embeddings=false"],
     "all": ["parallel.pp=2", "parallel.dp=2", "parallel.tp=2", "zero.stage=3"],
 }
-CORE = ("tp", "pp", "zero-3", "tiles")
+CORE = ("tp", "pp", "cp", "zero-3", "tiles")
 
 
 def written(config: Config, how: Sampling, plan: Plan | None = None,

@@ -62,7 +62,7 @@ def test_mesh():
     """The group dp spans the axis, which is shown where it has ranks, and is inside dp by itself."""
     one, two = Mesh(("pp", "dp", "tp"), dp=2, tp=2), Mesh(("pp", "dp", "tp"), dp=2, tp=2, xp=2)
     assert one.text() == "pp 1 x dp 2 x tp 2" and two.text() == "pp 1 x dp 2 x tp 2 x xp 2"
-    assert two.order == ("pp", "dp", "xp", "tp")
+    assert two.order == ("pp", "dp", "cp", "xp", "tp")
     assert two.group("xp", 0) == (0, 2) and two.group("dp", 0) == (0, 2, 4, 6)
     assert two.shard_size == 4 and Mesh(shard=2, dp=2, xp=2).copies == 2
     assert [two.tokens_of(two.coordinate(rank)) for rank in (0, 2, 4)] == [(0, 2), (1, 2), (0, 2)]
@@ -97,11 +97,11 @@ def test_resumes_on_another_size(saved, resumed, tmp_path, references):
 
 
 def test_bad_input():
-    with pytest.raises(ThreedError, match=r"model.seq_len=8 is not divisible by the 6 ranks of xp x tp"):
+    where = r"model.seq_len=8 with parallel.xp=3 and parallel.tp=2: each .* multiple of 6"
+    with pytest.raises(ThreedError, match=where):
         checked(with_xp(3, *SP))
-    with pytest.raises(ThreedError, match=r"documents of a sample are not cut over xp yet"):
-        checked(with_xp(2, "data.document_mask=true"))
     config = tiny(*SMALL)
     config.parallel.xp = 2  # pyright: ignore[reportAttributeAccessIssue]
-    with pytest.raises(ThreedError, match=r"0\.attention: it attends to all tokens .* 2 ranks divide"):
+    where = r"0\.attention: it attends to all tokens .* over cp alone; .* \(xp\)"
+    with pytest.raises(ThreedError, match=where):
         make_plan(config)

@@ -67,7 +67,7 @@ def test_key_of_megatron(key, instead):
     ("max_steps train.max_steps train.max_iters", "use train.steps"),
     ("gpus parallel.devices run.num_gpus world_size parallel.gpus", "that only plan take --devices N"),
     ("nodes parallel.num_nodes", "NNODES, NODE_RANK and MASTER_ADDR"),
-    ("parallel.cp parallel.context_parallel cp", "threed has no context parallelism"),
+    ("parallel.cp_size parallel.context_parallel cp", "use parallel.cp"),
     ("model.experts model.expert_ffn_hidden model.moe_capacity", "it is a key of model.family=moe"),
     ("parallel.ep_size model.ep_size", "use parallel.ep, with model.family=moe"),
     ("model.moe model.use_moe", "use model.family=moe, whose keys are"),

@@ -346,7 +346,7 @@ def test_bad_options(text, words):
 @pytest.mark.parametrize("text, name", [
     ("--num-experts 8 --moe-token-drop-policy position --moe-expert-capacity-factor 1 --swiglu "
      "--disable-bias-linear", "--moe-token-drop-policy"),
-    ("--context-parallel-size 2", "--context-parallel-size"),
+    ("--context-parallel-size 2 --cp-comm-type a2a+p2p", "--cp-comm-type"),
     ("--fp8-format hybrid", "--fp8-format"), ("--data-path a b", "--data-path"),
     ("--qk-layernorm", "--qk-layernorm"), ("--reset-position-ids", "--reset-position-ids"),
     ("--load other --save mine", "--load"), ("--lr-decay-style inverse-square-root", "--lr-decay-style"),
@@ -363,7 +363,15 @@ def test_refused_options(text, name):
 def test_off_is_nothing():
     """An option whose value asks for nothing is not refused."""
     done = megatron("--context-parallel-size 1 --expert-model-parallel-size 1 --sequence-parallel")
-    assert not done.refused and "parallel.sequence_parallel" not in done.values
+    assert not done.refused and not {"parallel.sequence_parallel", "parallel.cp"} & done.values.keys()
+
+
+@pytest.mark.parametrize("way", ["p2p", "a2a", "all_gather"])
+def test_context_parallelism(way):
+    """How keys travel changes no number."""
+    done = megatron(f"--context-parallel-size 2 --cp-comm-type {way} --seq-length 1024")
+    assert done.values["parallel.cp"] == 2 and not done.refused
+    assert ("not sent by" in done.dropped["--cp-comm-type"]) == (way != "all_gather")
 
 
 def test_overrides_win(tmp_path):
@@ -401,7 +409,7 @@ def test_rows(framework):
 
 
 @pytest.mark.parametrize("key, instead", [
-    ("data_parallel_size", "use parallel.dp"), ("parallel.context_parallel_size", "there is nothing like it"),
+    ("data_parallel_size", "use parallel.dp"), ("parallel.context_parallel_size", "use parallel.cp"),
     ("optimizer.type", "use optimizer.name"), ("offload_optimizer.pin_memory", "there is no key"),
     ("parallelism.tensor_parallel_degree", "for torchtitan's parallelism.tensor_parallel_degree use "
                                            "parallel.tp"),

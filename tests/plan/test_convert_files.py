@@ -251,7 +251,6 @@ def test_keys_of_deepspeed_that_were_not_known(values, expected, tmp_path):
      "it is model.experts"),
     ({"moe": {"enabled": True, "ep_size": 4}}, "moe.ep_size", "model.experts and parallel.ep"),
     ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op", "not a sum over ranks"),
-    ({"sequence_parallel_size": 2}, "sequence_parallel_size", "cut over ranks"),
     ({"tensor_parallel": {"enabled": True}}, "tensor_parallel.enabled", "does not know"),
     ({"monitor": {"enabled": True}}, "monitor.enabled", "does not know")])
 def test_no_other_section_is_blamed(values, key, words, tmp_path):

@@ -38,7 +38,7 @@ def said(key: str) -> str:
     ("parallel.expert_parallel_degree", "parallel.ep"), ("parallel.ep_size", "parallel.ep"),
     ("parallel.expert_model_parallel_size", "parallel.ep"), ("parallel.etp", "parallel.ep"),
     ("optimizer.muon", "adamw, lion or sgd"), ("optimizer.adafactor", "adamw, lion or sgd"),
-    ("optimizer.adam_epsilon", "optimizer.eps"), ("parallel.cp", "no context parallelism"),
+    ("optimizer.adam_epsilon", "optimizer.eps"), ("parallel.context_parallel", "use parallel.cp"),
     ("parallel.data_parallel_shard_degree", "zero.shard_size"),
     ("parallel.tensor_parallel_degree", "parallel.tp"),
     ("parallel.hsdp", "zero.shard_size"), ("precision.fp8", "no fp8"), ("model.mla", "no latent attention"),
@@ -83,7 +83,7 @@ def test_a_hint_names_keys_that_there_are():
     (["--num-experts=8"], "model.family=moe"), (["--top-k", "2"], "model.experts_per_token"),
     (["--optimizer", "muon"], "optimizer.name=muon"),
     (["--router-aux-loss-coef", "1"], "model.balance_weight"),
-    (["--context-parallel-size", "2"], "no context parallelism"),
+    (["--context-parallel-size", "2"], "use parallel.cp"),
     (["--memory", "80GB"], "threed init, check and search take --memory")])
 def test_a_foreign_option_has_its_hint(words: list[str], ours: str):
     command = ["train", "configs/toy.yaml", *words]

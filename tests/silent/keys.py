@@ -188,6 +188,7 @@ KEYS: dict[str, Row | str] = {
     "parallel.dp": (plan, [], 2),
     "parallel.tp": (plan, [], 2),
     "parallel.pp": (plan, [], 2),
+    "parallel.cp": (plan, [], 2),
     "parallel.schedule": (plan, PP, "zb-h1"),
     "parallel.virtual_stages": (plan, INTERLEAVED, 3),
     "parallel.group": (plan, ["parallel.schedule=vertical"], 1),

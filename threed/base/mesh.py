@@ -20,9 +20,9 @@ from threed.base.quantity import many
 
 # Axis -> what ranks along it divide among them: stages of the model, samples of the batch, tokens of a
 # sample, or parameters of a layer. The order is that of text, from the outermost axis.
-AXES: dict[str, str] = {"pp": "stages", "dp": "samples", "tp": "parameters"}
+AXES: dict[str, str] = {"pp": "stages", "dp": "samples", "cp": "tokens", "tp": "parameters"}
 # Axes that are shown only where they have more than one rank. An order that leaves one out has it after dp.
-QUIET: set[str] = set()
+QUIET: set[str] = {"cp"}
 
 
 _DIVIDED = ("stages", "samples", "tokens", "parameters")
@@ -94,6 +94,7 @@ _DATA = ("samples", "tokens")
 GROUPS: dict[str, GroupRow] = {
     # Collectives inside FORWARD and BACKWARD.
     "tp": GroupRow(("tp",), "tp", "compute"),
+    "cp": GroupRow(("cp",), "cp", "compute"),
     # REDUCE and GATHER.
     "dp": GroupRow(_DATA, "dp", "dp"),
     # A run of `shard` members of dp: state is sharded within it,

@@ -22,8 +22,7 @@ _SAYINGS = (
     ("no key: NNODES, NODE_RANK and MASTER_ADDR in the environment say which machine this is; commands that"
      " only plan take --devices N, the devices of all",
      "node nodes num_nodes n_nodes nnodes machines num_machines"),
-    ("threed has no context parallelism: parallel.tp with parallel.sequence_parallel=true cuts the sequence"
-     " outside of attention, and activation.policy=full or activation.offload=cpu save memory",
+    ("use parallel.cp, ranks that share each sequence (docs/context.md)",
      "cp cp_size context_parallel context_parallel_degree ring_attention ulysses sp_size"),
     ("use parallel.ep, with model.family=moe",
      "ep ep_size ep_degree expert_parallel expert_parallel_size expert_parallelism"),

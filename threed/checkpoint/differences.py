@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from threed.base.mesh import AXES
+from threed.base.mesh import AXES, QUIET
 from threed.checkpoint.format import Manifest
 from threed.optim.rate import learning_rate
 from threed.optim.registry import OPTIMIZERS
@@ -163,7 +163,7 @@ def _mesh(sizes: dict[str, Any]) -> str:
     """`sizes`: as in a manifest, which may name axes that this version does not know."""
     along = {axis: size for axis, size in sizes.items() if axis != "order"}
     count = math.prod(along.values())
-    text = " x ".join(f"{axis} {size}" for axis, size in along.items())
+    text = " x ".join(f"{axis} {size}" for axis, size in along.items() if axis not in QUIET or size > 1)
     return f"{count} rank{'s' * (count != 1)} ({text})"
 
 

@@ -27,7 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from threed.base import paths
 from threed.base.errors import ConfigError, InputError, Problem, check_type
-from threed.base.mesh import AXES
+from threed.base.mesh import AXES, shown
 from threed.base.quantity import whole_number
 from threed.base.remember import remembering
 from threed.base.shipped import find_file
@@ -125,14 +125,16 @@ def for_devices(path: str | Path, overrides: list[str] | None, devices: int | No
     if not source.leaves_dp:
         return source.load(devices)
     config = source.uncombined()  # what else is wrong comes first
-    least = math.prod(getattr(config.parallel, axis) for axis in AXES if axis != "dp")
+    sizes = {axis: getattr(config.parallel, axis) for axis in reversed(AXES) if axis != "dp"}
+    least = math.prod(sizes.values())
+    others = " x ".join(axis for axis in sizes if axis in shown(sizes))
     if devices is not None and devices % least:
         near = sorted({max(1, devices // least) * least, -(-devices // least) * least})
-        raise InputError(f"--devices {devices}: tp x pp = {least} does not divide it, so nothing is left for "
-                         f"parallel.dp=auto: give {' or '.join(map(str, near))}")
+        raise InputError(f"--devices {devices}: {others} = {least} does not divide it, so nothing is left "
+                         f"for parallel.dp=auto: give {' or '.join(map(str, near))}")
     if devices is not None:
         return source.load(devices)
-    many = f" (a multiple of tp x pp = {least})" if least > 1 else ""
+    many = f" (a multiple of {others} = {least})" if least > 1 else ""
     raise InputError(f"parallel.dp is auto: give --devices N{many}, as in `threed {command} {path} --devices "
                      f"{-(-64 // least) * least}`, or parallel.dp=N")
 

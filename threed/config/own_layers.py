@@ -30,6 +30,9 @@ def unused(config: Config) -> Iterator[Problem]:
     if train.eval_every and not family.validates:
         yield Problem.of("train.eval_every", f"={train.eval_every}: there are no samples to validate with; "
                          "give data as a tuple (data set, data set to validate with)")
+    if config.parallel.cp > 1:
+        yield Problem.of("parallel.cp", f"={config.parallel.cp}: layers of your own see whole sequences, and "
+                         "it gives each rank a part of them; leave it out")
     if config.activation.policy == "selective":
         yield Problem.of("activation.policy", "=selective: threed does not know the pieces of layers of your "
                          "own; use full or budget, which compute whole units again")

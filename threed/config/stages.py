@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import accumulate
 
 from threed.base.errors import Idle, Problem
-from threed.base.mesh import FOLDS, axes_of, fold_problem
+from threed.base.mesh import FOLDS, axes_of, fold_problem, shown
 from threed.base.quantity import divisors
 from threed.base.remember import remembered
 from threed.models.layers.handing import handing
@@ -18,7 +18,8 @@ from threed.schema import Config
 
 def check_parallel(config: Config, world_size: int | None) -> Iterator[Problem]:
     if world_size not in (None, config.world_size):
-        others = {axis: size for axis, size in reversed(config.axis_sizes.items()) if axis != "dp"}
+        sizes = config.axis_sizes
+        others = {axis: sizes[axis] for axis in reversed(shown(sizes)) if axis != "dp"}
         least = math.prod(others.values())
         sizes = "".join(f" x {axis}={size}" for axis, size in others.items())
         fits = (f", which {' x '.join(others)} = {least} does not divide" if world_size % least else

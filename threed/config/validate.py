@@ -98,15 +98,16 @@ def _check_sizes(config: Config) -> Iterator[Problem]:
 
 
 def _check_tokens(config: Config) -> Iterator[Problem]:
-    axes, ranks = " x ".join(axes_of("tokens")), config.token_ranks
-    parts = ranks * (config.parallel.tp if config.parallel.sequence_parallel else 1)
-    if config.model.seq_len % parts:
-        over = f"{parts} ranks of {axes}{' x tp' * (parts > ranks)}"
-        yield Problem.of("model.seq_len", f"={config.model.seq_len} is not divisible by the {over}, which "
-                         "divide it")
-    if config.data.document_mask:
-        yield Problem.of("data.document_mask", f"=true: the documents of a sample are not cut over {axes} "
-                         "yet")
+    """Ranks that share a sequence have two chunks of it each, and those of tp equal parts of these."""
+    ranks, seq = config.token_ranks, config.model.seq_len
+    axes = " x ".join(f"parallel.{axis}={config.axis_sizes[axis]}" for axis in axes_of("tokens")
+                      if config.axis_sizes[axis] > 1)
+    tp = config.parallel.tp if config.parallel.sequence_parallel else 1
+    parts = math.lcm(2 * ranks, ranks * tp)
+    if seq % parts:
+        cut = f" and parallel.tp={tp}" if tp > 1 else ""
+        yield Problem.of("model.seq_len", f"={seq} with {axes}{cut}: each rank has two equal chunks of a "
+                         f"sequence{', and equal parts of them' * (tp > 1)}; take a multiple of {parts}")
 
 
 def _check_scaling(model: ModelConfig) -> Iterator[Problem]:

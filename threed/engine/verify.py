@@ -98,7 +98,9 @@ class Verifier:
     def _recorded(self, run: Callable[[Callable[[int], Batch]], Result],
                   batch: Callable[[int], Batch]) -> Result:
         """Run a program, and record checksums of all its results, in the order of the program."""
-        groups, self._lines = [self.engine.comm.groups[axis] for axis in axes_of("parameters")], []
+        axes = [axis for axis in (*axes_of("tokens"), *axes_of("parameters"))
+                if axis in self.engine.comm.groups]
+        groups, self._lines = [self.engine.comm.groups[axis] for axis in axes], []
         for group in groups:
             group.tap = partial(self._tap, group.name)
         try:
@@ -120,7 +122,8 @@ class Verifier:
             for values in numbers(self.engine, slot, slots):
                 self._record(phase, distance, f"{what} of {named(self.engine, instruction)}", values)
         for axis, count, sums in self._given:
-            what = f"part of a sum over {axis} in {named(self.engine, instruction)}"
+            part = "part of a sum" if axis in axes_of("parameters") else "part of a gather or sum"
+            what = f"{part} over {axis} in {named(self.engine, instruction)}"
             self._lines.append(Line(phase, distance, what, count, False, sums))
         self._given.clear()
         for result in results(self.engine, instruction, slots):

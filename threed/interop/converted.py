@@ -70,9 +70,12 @@ def convert(framework: Framework, found: dict[str, Any], source: str, overrides:
         given |= {row.theirs: chosen[row.key] for row in framework.rows if row.key in chosen
                   and row.theirs not in given and row.take is None and row.switch is None}
     if devices is not None:
-        others = prod(chosen.get(key, _size(given, framework, key)) for key in ("parallel.tp", "parallel.pp"))
+        sizes = {axis: chosen.get(key, _size(given, framework, key))
+                 for axis, key in (("tp", "parallel.tp"), ("cp", "parallel.cp"), ("pp", "parallel.pp"))}
+        others = prod(sizes.values())
         if devices < 1 or devices % others:
-            raise InputError(f"--devices {devices}: must be a multiple of tp x pp = {others}")
+            axes = " x ".join(axis for axis in sizes if axis != "cp" or sizes[axis] > 1)
+            raise InputError(f"--devices {devices}: must be a multiple of {axes} = {others}")
         given["dp"] = devices // others
     default = {name: value for name, value in framework.defaults(given).items() if name not in given}
     given |= default

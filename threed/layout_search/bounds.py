@@ -101,7 +101,7 @@ class Bounds(Cuts):
     def reduced_s(self, layout: Layout) -> float:
         """Seconds: no step is shorter that reduces its gradients: after each micro-batch, or at the end;
         where a position has one stage, in its last micro-batch."""
-        if layout.dp == 1:
+        if layout.data_ranks == 1:
             return 0.0
         units, m = self._reduced(layout), self.microbatches(layout)
         takes = [0.0] * layout.pp
@@ -190,9 +190,10 @@ class Bounds(Cuts):
         return self.once(("reduced", layout.of_reductions()), price)
 
     def _places(self, layout: Layout) -> object:
-        """How the groups lie in which ranks cut parameters."""
+        """How the groups lie in which ranks cut parameters, or tokens."""
         where = places(make_mesh(config_of(layout, self.config)), self.hardware.node_ranks)
-        return tuple([(axis, *vars(where[axis]).values()) for axis in axes_of("parameters")])
+        return tuple([(axis, *vars(where[axis]).values())
+                      for axis in (*axes_of("tokens"), *axes_of("parameters"))])
 
     def _table(self, layout: Layout) -> Table:
         """Of all units on one position."""

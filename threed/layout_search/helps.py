@@ -22,7 +22,7 @@ def helps(plans: ShortPlans) -> dict[str, float]:
         values["links in a node twice as fast"] = plans.would_take_s(
             hardware=replace(hardware, node_gbps=2 * hardware.node_gbps))
     dtype = config.precision.dtype
-    if config.dp > 1 and config.precision.reduce_dtype == "fp32" != dtype:
+    if config.data_ranks > 1 and config.precision.reduce_dtype == "fp32" != dtype:
         values[f"precision.reduce_dtype={dtype} (rounds)"] = plans.would_take_s(
             change=partial(_reduced_in, BYTES[dtype]))
     if config.activation.policy != "none":

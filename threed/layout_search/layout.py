@@ -26,7 +26,7 @@ KEYS = {
     "reduce_every": "zero.reduce_every", "policy": "activation.policy", "every": "activation.every",
     "offload_activations": "activation.offload", "offload_optimizer": "offload.optimizer",
     "tile_linears": "model.tile_linears", "reduce_dtype": "precision.reduce_dtype", "ep": "parallel.ep",
-    "pair": "parallel.pair",
+    "pair": "parallel.pair", "cp": "parallel.cp",
 }
 
 
@@ -59,6 +59,12 @@ class Layout(NamedTuple):
     reduce_dtype: str | None = None  # None: what the config has
     ep: int = 1
     pair: bool = False
+    cp: int = 1
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks with data of their own, over which ZeRO works."""
+        return self.dp * self.cp
 
     @property
     def can_pair(self) -> bool:
@@ -68,14 +74,14 @@ class Layout(NamedTuple):
     @property
     def often(self) -> bool:
         """Whether parameters are gathered or gradients are reduced in every micro-batch."""
-        return self.dp > 1 and sends_often(self)
+        return self.data_ranks > 1 and sends_often(self)
 
     @property
     def idea(self) -> tuple[object, ...]:
         """What distinguishes one idea from another: layouts of one idea differ in details."""
         family = "" if self.pp == 1 else _FAMILIES.get(self.schedule, self.schedule)
         return (self.tp, self.pp, family, self.often, self.policy == "full", self.offload_optimizer,
-                self.reduce_dtype, self.ep)
+                self.reduce_dtype, self.ep, self.cp)
 
     # What follows for a step
 
@@ -120,7 +126,7 @@ class Layout(NamedTuple):
     def of_model(self) -> Layout:
         """The units of the model."""
         return self.of_units()._replace(sequence_parallel=False, micro_batch_size=1, policy="none", every=1,
-                                        offload_activations=False, ep=1)
+                                        offload_activations=False, ep=1, cp=1)
 
     def of_mesh(self) -> Layout:
         """Groups of ranks."""
@@ -145,7 +151,7 @@ class Layout(NamedTuple):
 
     def of_activations(self) -> Layout:
         """What computes the same, with the same activations, and leaves parameters as they are."""
-        return self._replace(stage=0, shard_size=self.dp, residency=None, reduce_every=None,
+        return self._replace(stage=0, shard_size=self.data_ranks, residency=None, reduce_every=None,
                              offload_optimizer=False, reduce_dtype=None)
 
     def of_working(self) -> Layout:
@@ -154,7 +160,8 @@ class Layout(NamedTuple):
 
     def text(self) -> str:
         """In a line: what a person would call it."""
-        words = [f"tp {self.tp} pp {self.pp} dp {self.dp}" + f" ep {self.ep}" * (self.ep > 1)]
+        more = f" cp {self.cp}" * (self.cp > 1) + f" ep {self.ep}" * (self.ep > 1)
+        words = [f"tp {self.tp} pp {self.pp} dp {self.dp}{more}"]
         if self.axis_order != "pp-dp-tp":
             words.append(self.axis_order)
         if self.pp > 1:
@@ -162,8 +169,8 @@ class Layout(NamedTuple):
             words.append(self.schedule + times)
         words.append(f"micro-batch {self.micro_batch_size}")
         words += ["pairs"] * self.pair + ["sequence parallel"] * self.sequence_parallel
-        if self.dp > 1:
-            over = f" over {self.shard_size}" if self.shard_size < self.dp else ""
+        if self.data_ranks > 1:
+            over = f" over {self.shard_size}" if self.shard_size < self.data_ranks else ""
             words.append(f"ZeRO-{self.stage}{over}")
             words += [f"residency {self.residency}"] * (self.stage == 3)
             words += [f"reduce every {self.reduce_every}"] * (self.stage >= 2 and self.reduce_every != "step")
@@ -211,11 +218,12 @@ def config_of(layout: Layout, base: Config) -> Config:
     config = copied(base)
     parallel, free = config.parallel, SCHEDULES[layout.schedule].virtual is None
     parallel.tp, parallel.pp, parallel.dp, parallel.ep = layout.tp, layout.pp, layout.dp, layout.ep
+    parallel.cp = layout.cp
     parallel.axis_order, parallel.schedule = layout.axis_order, layout.schedule
     parallel.virtual_stages = layout.virtual_stages if free else None
     parallel.sequence_parallel, parallel.pair = layout.sequence_parallel, layout.pair
     config.train.micro_batch_size = layout.micro_batch_size
-    shard = layout.shard_size if layout.shard_size < layout.dp else None
+    shard = layout.shard_size if layout.shard_size < layout.data_ranks else None
     third = base.zero if layout.stage == 3 else ZeroConfig()
     config.zero = ZeroConfig(layout.stage, shard if layout.stage >= 1 else None,
                              layout.reduce_every if layout.stage >= 2 and layout.reduce_every else "auto",

@@ -166,10 +166,11 @@ def _row(asked: Question, machine: Hardware, layout: Layout, measured: Needs) ->
     base = asked.base
     plans = ShortPlans(asked.config(layout), machine)
     parts = plans.parts()
-    step_s, ranks = measured.step_s, layout.tp * layout.pp * layout.dp
+    step_s, ranks = measured.step_s, layout.tp * layout.pp * layout.data_ranks
     peak = machine.peak(BYTES[base.precision.dtype])
     waits = parts.bubble * parts.step_s - parts.dp_s - parts.ep_s - parts.offload_s
-    lost = {"bubble": max(0.0, waits), "recomputation": parts.again_s, "collectives over tp": parts.tp_s,
+    inside = "collectives over tp" + " and cp" * (asked.config(layout).token_ranks > 1)
+    lost = {"bubble": max(0.0, waits), "recomputation": parts.again_s, inside: parts.tp_s,
             "traffic over dp": parts.dp_s, "exchanges": parts.ep_s, "offload": parts.offload_s}
     most = max(lost, key=lambda name: lost[name])
     return RankedLayout(

@@ -241,12 +241,12 @@ class ShortPlans:
         step_s = self.would_take_s()
         rows, steps = takes(COMPUTE, self.hardware), takes((Op.STEP,), self.hardware)
         most = max(range(self.p), key=rows.__getitem__)
-        parallel, offload = self.config.parallel, self.config.offload
+        inside, offload = max(self.config.parallel.tp, self.config.parallel.cp) > 1, self.config.offload
         busy = sum(rows) + sum(steps) * (offload.optimizer == "none")
         once = takes(COMPUTE, self.hardware, Op.RECOMPUTE)
         return StepParts(step_s, rows[most] - once[most],
-                         rows[most] - takes(COMPUTE, fast)[most] if parallel.tp > 1 else 0.0,
-                         longer(_OVER_DP) if self.config.dp > 1 else 0.0, longer((Op.EXCHANGE,)),
+                         rows[most] - takes(COMPUTE, fast)[most] if inside else 0.0,
+                         longer(_OVER_DP) if self.config.data_ranks > 1 else 0.0, longer((Op.EXCHANGE,)),
                          longer((Op.OFFLOAD, Op.FETCH)) if offload != OffloadConfig() else 0.0,
                          max(0.0, 1 - busy / self.p / step_s))
 

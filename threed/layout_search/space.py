@@ -39,6 +39,8 @@ _MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 # Bytes that buffers of ZeRO-3 take for each element of the largest unit: it and the next one are gathered,
 # two gradients are alive, one of which is sent. Above this share of the memory, tiles are tried.
 _BUFFERED, _MUCH = 16, 0.1
+# Tokens of a sequence that a rank should have: with fewer, context parallelism sends more than it saves.
+_LONG = 8192
 # What recomputation saves, least first
 _RECOMPUTES = (("none", False), ("selective", False), ("full", False), ("full", True))
 # (stage, residency, reduce_every), and what each does to save memory: it gathers, it reduces more often
@@ -94,35 +96,39 @@ class Space:
         """All that can run."""
         for tp in self._choices("tp", divisors(self.devices)):
             for cut in self._choices("sequence_parallel", (False, True) if tp > 1 else (False,)):
-                alone = Layout(tp, sequence_parallel=cut, tile_linears=self.fixed.get("tile_linears"))
-                config = config_of(alone, self.base)
-                config.parallel.stage_units = None  # of another number of stages
-                for axis in FOLDS:  # of another mesh
-                    setattr(config.parallel, axis, 1)
-                if problems := validate(config):
-                    tiles = problems[0].key == "model.tile_linears"
-                    self._drop(NO_TILES if tiles else NO_SHAPE, str(problems[0]))
-                    continue
-                for pp in self._choices("pp", divisors(self.devices // tp)):
-                    dp = self.devices // tp // pp
-                    if tp * pp * dp == self.devices and self.fixed.get("dp", dp) == dp:
-                        mesh = alone._replace(pp=pp, dp=dp)
-                        for ep in self._choices("ep", self._experts(mesh)):
-                            yield from self._folded(mesh._replace(ep=ep))
+                most = max(1, self.base.model.seq_len // _LONG)
+                for cp in self._choices("cp", [cp for cp in divisors(self.devices // tp) if cp <= most]):
+                    alone = Layout(tp, sequence_parallel=cut, cp=cp,
+                                   tile_linears=self.fixed.get("tile_linears"))
+                    yield from self._meshes(alone)
+
+    def _meshes(self, alone: Layout) -> Iterator[Layout]:
+        """All meshes with its tp and cp."""
+        config, each = config_of(alone, self.base), alone.tp * alone.cp
+        config.parallel.stage_units = None  # of another number of stages
+        for axis in FOLDS:  # of another mesh
+            setattr(config.parallel, axis, 1)
+        if problems := validate(config):
+            tiles = problems[0].key == "model.tile_linears"
+            self._drop(NO_TILES if tiles else NO_SHAPE, str(problems[0]))
+            return
+        for pp in self._choices("pp", divisors(self.devices // each)):
+            dp = self.devices // each // pp
+            if each * pp * dp == self.devices and self.fixed.get("dp", dp) == dp:
+                mesh = alone._replace(pp=pp, dp=dp)
+                for ep in self._choices("ep", self._experts(mesh)):
+                    if problem := self._fold_problem(mesh._replace(ep=ep), mesh.data_ranks):
+                        self._drop(NO_FOLD, f"{mesh._replace(ep=ep).text()}: {problem}")
+                    else:
+                        yield from self._batches(mesh._replace(ep=ep))
 
     def _experts(self, mesh: Layout) -> tuple[int, ...]:
         """Ranks that may hold all experts together."""
         if "ep" not in self.folded:
             return (1,)
         model, ranks = self.base.model, {"tp": mesh.tp}
-        return tuple(ep for ep in divisors(mesh.tp * mesh.dp)
+        return tuple(ep for ep in divisors(mesh.tp * mesh.data_ranks)
                      if not family_of(model.family).check(model, {**ranks, "ep": ep}))
-
-    def _folded(self, mesh: Layout) -> Iterator[Layout]:
-        if problem := self._fold_problem(mesh, mesh.dp):
-            self._drop(NO_FOLD, f"{mesh.text()}: {problem}")
-        else:
-            yield from self._batches(mesh)
 
     def _batches(self, mesh: Layout) -> Iterator[Layout]:
         batch = self.base.train.global_batch_size
@@ -141,7 +147,7 @@ class Space:
 
     def _orders(self, mesh: Layout) -> tuple[str, ...]:
         """Where a node has room for two axes, either pp or dp may lie inside it."""
-        both = mesh.pp > 1 and mesh.dp > 1 and mesh.tp < self.node
+        both = mesh.pp > 1 and mesh.data_ranks > 1 and mesh.tp < self.node
         return ("pp-dp-tp", "dp-pp-tp") if both else ("pp-dp-tp",)
 
     def _schedules(self, mesh: Layout, microbatches: int) -> Iterator[tuple[str, int]]:
@@ -184,7 +190,7 @@ class Space:
                 for row in self._changes(shape, rank)]
 
     def _changes(self, shape: Layout, rank: int) -> list[_Change]:
-        key = rank, shape.tp, shape.dp, shape.ep, shape.pp if shape.axis_order == "dp-pp-tp" else 1
+        key = rank, shape.tp, shape.dp, shape.cp, shape.ep, shape.pp if shape.axis_order == "dp-pp-tp" else 1
         if key not in self._known:
             policy, away = self.recomputes[rank]
             result = []
@@ -201,11 +207,11 @@ class Space:
     def _details(self, layout: Layout) -> Iterator[tuple[Layout, int, int]]:
         """The rest of a variant, and how much it does to save memory: moves the optimizer, makes tiles."""
         # With whole states on each rank (of several), each rank's host would step all of them.
-        hosts = (False, True) if layout.stage or layout.dp == 1 or "stage" in self.fixed else (False,)
+        hosts = (False, True) if layout.stage or layout.data_ranks == 1 or "stage" in self.fixed else (False,)
         for shard in self._shards(layout, layout.stage):
             for host in self._choices("offload_optimizer", hosts):
                 for pieces, tiles in enumerate(self._tiles(layout)):
-                    for dtype in self.reduce_dtypes if layout.dp > 1 else (None,):
+                    for dtype in self.reduce_dtypes if layout.data_ranks > 1 else (None,):
                         yield layout._replace(shard_size=shard, offload_optimizer=host, tile_linears=tiles,
                                               reduce_dtype=dtype), int(host), pieces
 
@@ -217,7 +223,7 @@ class Space:
 
     def _zeros(self, shape: Layout) -> Iterator[tuple[int, Any, Any, int, int]]:
         seen = set()
-        for stage, residency, every, gathers, reduces in _ZEROS if shape.dp > 1 else (_ZEROS[1],):
+        for stage, residency, every, gathers, reduces in _ZEROS if shape.data_ranks > 1 else (_ZEROS[1],):
             residency = self.fixed.get("residency", residency) if stage == 3 else residency
             every = self.fixed.get("reduce_every", every) if stage >= 2 else every
             row = stage, residency, every, gathers, reduces
@@ -229,10 +235,11 @@ class Space:
     def _shards(self, shape: Layout, stage: int) -> Iterator[int]:
         """All of dp, or those of a node."""
         near = self.node // shape.tp // (shape.pp if shape.axis_order == "dp-pp-tp" else 1)
-        fewer = stage >= 1 and 1 < near < shape.dp and shape.dp % near == 0
-        for size in self._choices("shard_size", (shape.dp, near) if fewer else (shape.dp,)):
-            size = shape.dp if size is None else size
-            if shape.dp % size == 0 and (stage >= 1 or size == shape.dp) and not (
+        ranks = shape.data_ranks
+        fewer = stage >= 1 and 1 < near < ranks and ranks % near == 0
+        for size in self._choices("shard_size", (ranks, near) if fewer else (ranks,)):
+            size = ranks if size is None else size
+            if ranks % size == 0 and (stage >= 1 or size == ranks) and not (
                     self._fold_problem(shape, size)):
                 yield size
 

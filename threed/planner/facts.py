@@ -334,7 +334,7 @@ def _compute_unit(config: Config, members: Sequence[Layer], run: tuple[int, int]
     names = [layer.name for layer in members]
     name = names[0] if len(names) == 1 else f"{names[0]}..{names[-1].rsplit('.', 1)[-1]}"
     sent = {phase: dict[str, Traffic]() for phase in (*PHASES[Op.RECOMPUTE], *PHASES[Op.BACKWARD])}
-    for (phase, axis), each in cost.sent.items():
+    for (phase, axis), each in cost.sent_by(config.pieces).items():
         sent.setdefault(phase, {})[axis] = each
     traffic, rings = ({phase: {axis: getattr(each, what) for axis, each in axes.items()}
                        for phase, axes in sent.items()} for what in ("bytes", "rings"))

@@ -123,7 +123,8 @@ class _Compute:
         self.prices = Prices(hardware, plan.table.elements.param, _ranks_of_node(plan, hardware))
         self.travel, self.places = Travel(hardware), _places(plan, hardware)
         self._known = _known_prices(hardware, plan.table.elements.param, self.sequence_parallel, tuple(
-            (axis, *vars(self.places[axis]).values()) for axis in axes_of("parameters")))
+            (axis, *vars(self.places[axis]).values())
+            for axis in (*axes_of("tokens"), *axes_of("parameters"))))
 
     def seconds(self, op: Op, index: int) -> float:
         unit = self.units[index]
@@ -137,12 +138,14 @@ class _Compute:
     def _seconds(self, op: Op, unit: ComputeUnit) -> float:
         prices = self.prices
         if op in (Op.FORWARD, Op.RECOMPUTE):
-            return prices.forward(unit.kernels) + sum(self._sent(unit, phase) for phase in PHASES[op])
+            return prices.forward(unit.kernels) + sum(self._sent(unit, phase) + self._gathered(unit, phase)
+                                                      for phase in PHASES[op])
         # Pieces are computed again when the input half begins.
         first = prices.forward(unit.again) + prices.input_half(unit.kernels)
         second = prices.weight_half(unit.kernels)
+        gathers = self._gathered(unit, "input")
         if op == Op.BACKWARD_INPUT:
-            return first + self._sent(unit, "input")
+            return first + self._sent(unit, "input") + gathers
         if op == Op.BACKWARD_WEIGHT:
             return second + self._sent(unit, "weight")
         # A column-parallel linear sends beside its products: the sum of its input's gradient beside that for
@@ -152,16 +155,24 @@ class _Compute:
         waits = self._sent(unit, "input") / 2 if cut else 0.0
         beside = self._sent(unit, "input") - waits + self._sent(unit, "weight")
         lost = self.hardware.contention * min(beside, second) if self.hardware.waits else 0.0
-        return first + second + waits + max(0.0, beside - second) + lost
+        return first + second + gathers + waits + max(0.0, beside - second) + lost
 
     def _sent(self, unit: ComputeUnit, phase: str) -> float:
         """Of the collectives in a phase: all-reduces, or where the sequence is cut, gathers and scatters."""
         cut, seconds = self._cut(unit), 0.0
         for axis, size in unit.traffic.get(phase, {}).items():
             rings, place = unit.rings[phase].get(axis, 0), self.places[axis]
+            if axis in axes_of("tokens"):
+                continue
             seconds += (self.travel.ring(size, place, rings) if cut else
                         self.travel.all_reduce(size, place, rings // 2))
         return seconds
+
+    def _gathered(self, unit: ComputeUnit, phase: str) -> float:
+        """Of the gathers and scatters in a phase over ranks that share sequences: attention waits for them.
+        """
+        return sum(self.travel.ring(unit.traffic[phase][axis], self.places[axis], unit.rings[phase][axis])
+                   for axis in axes_of("tokens") if axis in unit.traffic.get(phase, {}))
 
     def _cut(self, unit: ComputeUnit) -> bool:
         """Whether the sequence is cut: then it is gathered once more for the gradients of weights, but not

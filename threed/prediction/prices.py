@@ -104,17 +104,17 @@ class Prices:
 
     def _attention(self, kernel: AttentionKernel, times: float) -> float:
         hardware = self.hardware
-        squares = kernel.sequences * kernel.heads * kernel.seq**2
+        squares, keys = kernel.squares, kernel.keys or kernel.seq
         if hardware.attention_passes:
             # Products of the whole square, and passes over it.
             products = 2 * (1 if times == 1.0 else 2) * self.product(
-                kernel.seq, kernel.seq, kernel.size, kernel.sequences * kernel.heads)
+                kernel.seq, keys, kernel.size, kernel.sequences * kernel.heads)
             passes = hardware.attention_passes * (1.0 if times == 1.0 else _PASSES_BACKWARD)
             return products + self.moved(round(passes * squares * self.element), round(passes))
         speed = hardware.peak(self.element) * hardware.attention_efficiency
         speed *= kernel.size / (kernel.size + hardware.attention_half_size)
         speed *= hardware.attention_backward if times != 1.0 else 1.0
-        rows = kernel.sequences * kernel.seq * kernel.size * (2 * kernel.heads + 2 * kernel.kv_heads)
+        rows = kernel.sequences * kernel.size * 2 * (kernel.seq * kernel.heads + keys * kernel.kv_heads)
         # Backward computes the softmax again.
         computed = times * kernel.flops / 2 / speed + self._exponentials(squares)
         return max(computed, times * rows * self.element / self._memory) + hardware.kernel_us * 1e-6

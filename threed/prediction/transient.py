@@ -153,7 +153,7 @@ def _pipeline(config: Config, table: Table, run: range, items: Sequence[Instruct
     dtype = DTYPES[config.precision.dtype]
     saving = SavingPolicy(config.pieces)
     context = Context(config.model, comm.groups, config.parallel.sequence_parallel, dtype, grads, saving,
-                      _Kernels(alive))
+                      _Kernels(alive), tokens=(share.tokens - 1, share.tokens))
     layers = layers_of(config)
     parameters = {p.key: p for unit in run for layer in layers[slice(*table.units[unit].layers)]
                   for p in layer.parameters()}
@@ -176,7 +176,7 @@ def _pipeline(config: Config, table: Table, run: range, items: Sequence[Instruct
     if config.masked:
         batch = replace(batch, num_tokens=torch.ones((), dtype=torch.int64))
     compute.feed.begin(lambda _: batch, items)
-    context.rotary(comm.device)  # a rank makes its table once
+    context.rotary(comm.device, config.data.document_mask)  # a rank makes its table once
     return compute
 
 

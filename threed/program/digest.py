@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from threed.program.entries import ComputeUnit, MadeTensor, ParameterUnit
 from threed.program.instruction import MICROBATCH_AT, Instruction, form_key
 from threed.program.settings import WHOLE_MESSAGES, UpdateSettings
-from threed.spec.kernels import Kernel, Moved
+from threed.spec.kernels import AttentionKernel, Kernel, Moved
 
 # The format of what is hashed. Traces and costs hold digests of older versions: a plan that could be made
 # before a field was there keeps its digest. So a new field needs a line in SINCE and no new format. Only a
@@ -67,6 +67,7 @@ def _values(entry: Any) -> dict[str, Any]:
         output = values.pop("output")
         values["running_bytes"] = (output and (list(output) if output[2] else output[0])) or 0
         values["makes"], values["reads"] = [*map(_made, entry.makes)], [*map(_first, entry.reads)]
+        values["kernels"], values["again"] = ([*map(_kernel, each)] for each in (entry.kernels, entry.again))
     return values
 
 
@@ -79,6 +80,11 @@ def _made(tensor: MadeTensor) -> list[Any]:
     """How a tensor travels was one field, the last."""
     way = tensor.becomes, tensor.over, tensor.by, tensor.ranks, tensor.arriving_bytes, tensor.counts
     return [tensor.name, tensor.bytes, tensor.grad, way] if tensor.over else _first(tensor)
+
+
+def _kernel(kernel: Kernel) -> Kernel | tuple[Any, ...]:
+    """How many keys attention has was not said where they are as many as its queries."""
+    return kernel[:-1] if isinstance(kernel, AttentionKernel) and kernel.keys is None else kernel
 
 
 def _first(entry: Any) -> list[Any]:

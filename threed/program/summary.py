@@ -91,7 +91,7 @@ def stages(analysis: Analysis) -> list[StageSummary]:
 def stage(analysis: Analysis, position: int, alive: Memory) -> StageSummary:
     """The summary of one position. `alive`: its bytes in a train step, as `Analysis.memory` returns them."""
     table, links = analysis.table, analysis.links_at("train", position)
-    sent: Counter[str] = Counter(dict.fromkeys(AXES, 0))
+    sent: Counter[str] = Counter({axis: 0 for axis in AXES if axis not in QUIET})
     moved: Counter[str] = Counter()
     counts: Counter[Op] = Counter()
     for form, count in Counter(links.forms).items():

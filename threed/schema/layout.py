@@ -65,8 +65,10 @@ def _loss_scale(value: float | str) -> Iterator[str]:
 class ParallelConfig:
     """The mesh, and the schedule of its pipeline."""
 
-    dp: int | str = key("auto", "auto: world size / (tp x pp)", check=_dp)
+    dp: int | str = key("auto", "auto: world size / (tp x cp x pp)", check=_dp)
     tp: int = key(1, "tensor-parallel ranks", least=1)
+    cp: int = key(1, "context-parallel ranks, which share each sequence: each has a part of its tokens",
+                  least=1)
     pp: int = key(1, "pipeline positions", least=1)
     schedule: str = key("1f1b", "of docs/schedules.md, auto (the best of a search) or file:PATH",
                         choices=ChainMap[str, Any]({"auto": None}, SCHEDULES), prefix="file:", path=of_file)

@@ -39,11 +39,17 @@ class AttentionKernel(NamedTuple):
     seq: int
     size: int  # of a head
     piece: str | None = None
+    keys: int | None = None  # of a sequence, the last of which are those of the queries; None: as many
+
+    @property
+    def squares(self) -> int:
+        """Pairs of a query and a key, those behind the query included."""
+        return self.sequences * self.heads * self.seq * (self.keys or self.seq)
 
     @property
     def flops(self) -> int:
         """Of the whole square, not halved for the causal mask, as is customary."""
-        return 4 * self.sequences * self.heads * self.seq**2 * self.size
+        return 4 * self.squares * self.size
 
 
 class Moved(NamedTuple):

@@ -184,6 +184,12 @@ class Share:
         another dtype than compute."""
         return elements * (element or self.element) // self.over(cut) // self.tokens * self.sequences
 
+    def gathered(self, elements: int, axis: str, cut: str = "", element: int | None = None) -> Traffic:
+        """What a rank sends in one ring over a tensor of so many elements a sequence that the axis makes
+        whole."""
+        size = elements * (element or self.element) // self.over(cut) * self.sequences
+        return Traffic(ring(size, self.over(axis)), int(self.over(axis) > 1))
+
     def sent(self, elements: int, axis: str, rings: int, element: int | None = None) -> Traffic:
         """What a rank sends in so many rings over a whole tensor."""
         own = elements * (element or self.element) * self.sequences // self.tokens
@@ -219,6 +225,9 @@ class Saved(NamedTuple):
     piece: str | None = None  # the activation piece that computes it again instead
 
 
+_PHASES = ("forward", "once", "input", "weight")
+
+
 @dataclass(frozen=True)
 class Cost:
     """What a layer costs a rank for a micro-batch."""
@@ -227,7 +236,8 @@ class Cost:
     saved: tuple[Saved, ...] = ()
     operands: int = 0  # bytes kept from the input half of backward to the weights' half
     # (phase: forward, input, weight, or once: in training alone, and not where forward is computed again;
-    # axis) -> what is sent in it
+    # axis) -> what is sent in it. A phase with the name of an activation piece is of its forward: it is sent
+    # in the input half, too, where the piece is computed again.
     sent: Mapping[tuple[str, str], Traffic] = field(default_factory=dict)
 
     def __add__(self, other: Cost) -> Cost:
@@ -246,6 +256,14 @@ class Cost:
         """Of those with a frozen weight, whose gradient is not computed."""
         return sum(kernel.flops for kernel in self.kernels
                    if isinstance(kernel, Product) and kernel.weight == FROZEN)
+
+    def sent_by(self, again: tuple[str, ...] = ()) -> dict[tuple[str, str], Traffic]:
+        """(phase, axis) -> what is sent in it, where the pieces `again` are computed again."""
+        sent = {where: each for where, each in self.sent.items() if where[0] in _PHASES}
+        for (piece, axis), each in self.sent.items():
+            if piece in again:
+                sent["input", axis] = sent.get(("input", axis), Traffic()) + each
+        return sent
 
     def saved_bytes(self, again: tuple[str, ...] = ()) -> int:
         """Bytes saved from forward to backward, without the pieces `again`, which are computed again."""

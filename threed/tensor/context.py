@@ -19,6 +19,7 @@ from threed.tensor import fused_loss
 from threed.tensor.documents import Documents, attend, outside, rotate_at
 from threed.tensor.fused import Fused, rotate
 from threed.tensor.fused_loss import CHUNK, Chunks, LossKernels
+from threed.tensor.keys import Shared, attend_to_all, keys_of_all
 from threed.tensor.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -28,6 +29,7 @@ from threed.tensor.layers import (
     total,
     vocab_parallel_cross_entropy,
 )
+from threed.tensor.places import Places, in_order, numbers, taken
 from threed.tensor.random import keep_mask
 from threed.tensor.rotary import frequencies
 from threed.tensor.saving import SavingPolicy
@@ -48,7 +50,7 @@ class Batch:
     train: bool = True  # dropout is on
     documents: Documents | None = None  # data.document_mask: attention stays inside them
     # The last token of each sequence: the head makes its logits in place of the loss. None: the loss.
-    last_B: torch.Tensor | None = None
+    last_B: torch.Tensor | None = None  # (-1: another rank has it)
     # For user layers: trees of tensors, what their first layer and their loss are called with.
     inputs: Any = None
     targets: Any = None
@@ -70,12 +72,19 @@ class Batch:
             parts["last_B"] = self.last_B
         return parts
 
-    def tokens_of(self, index: int, count: int) -> Batch:
-        """One of `count` equal parts of the tokens of each sample."""
-        if count == 1 or not self.tokens_BS.numel():
+    def at(self, places: Places) -> Batch:
+        """The part of a rank. (Labels are shifted before: the label of a chunk's last token is of the next
+        chunk.)"""
+        if not self.tokens_BS.numel():
             return self
-        return replace(self, tokens_BS=self.tokens_BS.chunk(count, 1)[index].contiguous(),
-                       labels_BS=self.labels_BS.chunk(count, 1)[index].contiguous())
+        own, documents, last_B = places.own, self.documents, self.last_B
+        if documents is not None:
+            documents = documents.at(taken(documents.positions_BS, own))
+        if last_B is not None:
+            here = [places.local(last) for last in last_B.tolist()]
+            last_B = torch.tensor([-1 if last is None else last for last in here])
+        return replace(self, tokens_BS=taken(self.tokens_BS, own), labels_BS=taken(self.labels_BS, own),
+                       documents=documents, last_B=last_B)
 
     def of(self, parts: Mapping[str, torch.Tensor]) -> Batch:
         """The same with other tensors, named as in `parts()`."""
@@ -113,11 +122,13 @@ class Context:
     # Of the run and the rank: user layers make their modules with them.
     seed: int = 0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    tokens: tuple[int, int] = (0, 1)  # (index, count) of this rank's part of the tokens of a sample
-    _rotary: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    tokens: tuple[int, int] = (0, 1)  # (index, count) of this rank among those that share a sequence
+    _rotary: dict[tuple[torch.device, bool], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     keep_mask = staticmethod(keep_mask)
+    numbers = staticmethod(numbers)
     outside = staticmethod(outside)
+    keys_of_all = staticmethod(keys_of_all)
     experts: ClassVar[Any] = expert_operations  # of layers with experts
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -132,18 +143,15 @@ class Context:
         return self.groups["tp"]
 
     def column(self, inputs: int, outputs: int, bias: bool, axis: str = "tp") -> ColumnParallelLinear:
-        return ColumnParallelLinear(inputs, outputs, bias, self._parallel(axis), self.groups[axis],
+        return ColumnParallelLinear(inputs, outputs, bias, _core(self, axis), self.groups[axis],
                                     self.weight_grads)
 
     def row(self, inputs: int, outputs: int, bias: bool, axis: str = "tp") -> RowParallelLinear:
-        return RowParallelLinear(inputs, outputs, bias, self._parallel(axis), self.groups[axis],
+        return RowParallelLinear(inputs, outputs, bias, _core(self, axis), self.groups[axis],
                                  self.weight_grads)
 
     def table(self, vocab: int, hidden: int, tile: Tile) -> VocabParallelEmbedding:
-        return VocabParallelEmbedding(vocab, hidden, self._parallel("tp"), self.group, *tile)
-
-    def _parallel(self, axis: str):
-        return parallel_config(self.groups[axis], self.sequence_parallel and axis == "tp", self.dtype)
+        return VocabParallelEmbedding(vocab, hidden, _core(self, "tp"), self.group, *tile)
 
     def cross_entropy(self, logits_SBV: torch.Tensor, labels_SB: torch.Tensor) -> torch.Tensor:
         """Loss of each token, [S, B]. It, or its backward, may overwrite the logits."""
@@ -186,20 +194,28 @@ class Context:
         return total(part, self.group) if self.sequence_parallel else part
 
     def summed(self, count: torch.Tensor) -> torch.Tensor:
-        """A number without a gradient, summed like `total`."""
-        if self.sequence_parallel:
-            self.group.all_reduce(count := count.contiguous()).wait()
+        """A number without a gradient, summed over all tokens of the sequences."""
+        for group in self._sharing:
+            group.all_reduce(count := count.contiguous()).wait()
         return count
 
-    def whole(self, part_sB: torch.Tensor) -> tuple[torch.Tensor, slice]:
+    def whole(self, part_sB: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | slice]:
         """The values without a gradient, [s, B, ...], of all tokens of the sequences, [S, B, ...]; and where
         those of this rank are."""
-        if not self.sequence_parallel:
-            return part_sB, slice(None)
-        length = len(part_sB)
-        whole = part_sB.new_empty(self.group.size() * length, *part_sB.shape[1:])
-        self.group.all_gather(whole, part_sB.contiguous()).wait()
-        return whole, slice(self.group.rank() * length, (self.group.rank() + 1) * length)
+        places, whole = self.places, part_sB
+        for group in self._sharing:
+            part, whole = whole, whole.new_empty(group.size() * len(whole), *whole.shape[1:])
+            group.all_gather(whole, part.contiguous()).wait()
+        if places.count > 1:
+            whole = in_order(whole.chunk(places.count), [*map(places.of, range(places.count))], 0)
+            return whole, numbers(places.runs, whole.device)
+        return whole, places.stream
+
+    @property
+    def _sharing(self) -> list[Group]:
+        """The groups over which the tokens of the residual stream are cut, innermost first."""
+        cut = (("tp", self.sequence_parallel), ("cp", self.tokens[1] > 1))
+        return [self.groups[name] for name, is_cut in cut if is_cut]
 
     def mean_loss(self, losses_SB: torch.Tensor, batch: Batch) -> torch.Tensor:
         """A micro-batch's part of the mean loss over the tokens that count in the global batch."""
@@ -210,6 +226,8 @@ class Context:
     def attend(self, q_BNSE: torch.Tensor, k_BKSE: torch.Tensor, v_BKSE: torch.Tensor,
                batch: Batch) -> torch.Tensor:
         """Causal attention, inside documents where the batch has them, [B, N, S, E]."""
+        if self.tokens[1] > 1:
+            return attend_to_all(q_BNSE, k_BKSE, v_BKSE, self.sequence, batch.documents)
         if batch.documents is not None:
             return attend(q_BNSE, k_BKSE, v_BKSE, batch.documents, self.varlen)
         return F.scaled_dot_product_attention(q_BNSE, k_BKSE, v_BKSE, is_causal=True,
@@ -217,24 +235,36 @@ class Context:
 
     def rotate(self, x_BNSE: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Turn queries or keys by their rotary positions."""
-        cos_SE, sin_SE = self.rotary(x_BNSE.device)
+        cos_SE, sin_SE = self.rotary(x_BNSE.device, batch.documents is not None)
         if batch.documents is not None:
             return rotate_at(x_BNSE, batch.documents.positions_BS, cos_SE, sin_SE, self.fused)
         if self.model.fuses:
             return self.fused.rotate(x_BNSE, cos_SE, sin_SE)
         return rotate(x_BNSE, cos_SE, sin_SE)
 
-    def rotary(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines of rotary positions (Su et al. 2021), [S, E] each: pairs are (i, i + E/2)."""
-        if device not in self._rotary:
-            angles = torch.outer(torch.arange(self.model.seq_len, dtype=torch.float64),
+    def rotary(self, device: torch.device, whole: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines of rotary positions (Su et al. 2021), [S, E] each: pairs are (i, i + E/2). Of
+        this rank's tokens, or of all positions (`whole`)."""
+        key = device, whole or self.tokens[1] == 1
+        if key not in self._rotary:
+            runs = (range(self.model.seq_len),) if whole else self.places.own
+            angles = torch.outer(numbers(runs, torch.device("cpu")).double(),
                                  frequencies(self.model)).repeat(1, 2)
-            self._rotary[device] = angles.cos().to(device, self.dtype), angles.sin().to(device, self.dtype)
-        return self._rotary[device]
+            self._rotary[key] = angles.cos().to(device, self.dtype), angles.sin().to(device, self.dtype)
+        return self._rotary[key]
 
-    def sequence(self) -> tuple[int, int]:
-        """(first, length) of this rank's part of the sequence in the residual stream."""
-        (index, count), parts = self.tokens, self.group.size() if self.sequence_parallel else 1
-        own = self.model.seq_len // count
-        length = own // parts
-        return index * own + (self.group.rank() * length if parts > 1 else 0), length
+    @property
+    def places(self) -> Places:
+        """Of this rank's tokens."""
+        part = (self.group.rank(), self.group.size()) if self.sequence_parallel else (0, 1)
+        return Places(self.model.seq_len, *self.tokens, *part)
+
+    @property
+    def sequence(self) -> Shared:
+        """The ranks with which this one shares each sequence."""
+        return Shared(self.groups["cp"], self.places)
+
+
+def _core(context: Context, axis: str):
+    """Megatron-core's config for layers that are cut over an axis."""
+    return parallel_config(context.groups[axis], context.sequence_parallel and axis == "tp", context.dtype)

@@ -30,14 +30,15 @@ import torch.nn.functional as F
 
 from threed.devices import device_of
 from threed.tensor.fused import Body, Fused, rotate, rotate_backward
+from threed.tensor.rectangles import near
 
 
 @dataclass(frozen=True)
 class Documents:
     """The documents of a micro-batch."""
 
-    positions_BS: torch.Tensor  # int64: of each token within its document
-    ends: tuple[tuple[int, ...], ...]  # of each sequence: where its documents end; the last is S
+    positions_BS: torch.Tensor  # int64: of each token (of this rank) within its document
+    ends: tuple[tuple[int, ...], ...]  # of each whole sequence: where its documents end; the last is S
 
     @classmethod
     def of(cls, positions_BS: torch.Tensor) -> Documents:
@@ -90,7 +91,7 @@ def varlen_call(device: torch.device, dtype: torch.dtype, head_size: int,
             got = _with_grads(partial(_varlen, call=call(repeats)), parts, documents)
         except (TypeError, ValueError, RuntimeError):  # other arguments; no kernel for this device or dtype
             continue
-        if all(_near(one, other) for one, other in zip(got, want, strict=True)):
+        if all(near(one, other) for one, other in zip(got, want, strict=True)):
             return call(repeats)
     return None
 
@@ -102,12 +103,6 @@ def _with_grads(attention: Callable[..., Any], parts: Sequence[torch.Tensor],
         *inputs, grad = (part.detach().clone().requires_grad_() for part in parts)
         out = attention(*inputs, documents)
         return [out, *torch.autograd.grad(out, inputs, grad)]
-
-
-def _near(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two results differ by rounding only."""
-    change = torch.linalg.vector_norm((one - other).float())
-    return bool(change <= 0.05 * torch.linalg.vector_norm(other.float()))
 
 
 def attend(q_BNSE: torch.Tensor, k_BKSE: torch.Tensor, v_BKSE: torch.Tensor, documents: Documents,
@@ -169,11 +164,11 @@ class _Attend(torch.autograd.Function):
         return *made, None
 
 
-def outside(positions_BS: torch.Tensor) -> torch.Tensor:
-    """Whether a key is in an earlier document than the query, [B, 1, S, S], for attention by separate
-    operations."""
-    places = torch.arange(positions_BS.shape[1], device=positions_BS.device)
-    return (places < (places - positions_BS).unsqueeze(-1)).unsqueeze(1)
+def outside(positions_BS: torch.Tensor, places_S: torch.Tensor, length: int) -> torch.Tensor:
+    """Whether a key is in an earlier document than the query, [B, 1, S, length], for attention by separate
+    operations. `places_S`: of the queries, in a sequence of `length` keys."""
+    keys = torch.arange(length, device=positions_BS.device)
+    return (keys < (places_S - positions_BS).unsqueeze(-1)).unsqueeze(1)
 
 
 def rotate_at(x_BNSE: torch.Tensor, positions_BS: torch.Tensor, cos_SE: torch.Tensor, sin_SE: torch.Tensor,

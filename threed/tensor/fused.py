@@ -24,6 +24,7 @@ from threed.base.console import say
 from threed.base.errors import ThreedError
 from threed.devices import device_of
 from threed.tensor.fused_loss import Chunks, LossKernels
+from threed.tensor.places import Runs, numbers
 from threed.tensor.random import keyed, mask_of
 
 Body = Callable[..., Any]
@@ -58,9 +59,9 @@ class Fused:
         return _Rotate.apply(x, cos, sin, self.body)  # pyright: ignore[reportReturnType]
 
     def drop(self, x: torch.Tensor, probability: float, key: tuple[int, str], samples: torch.Tensor,
-             first: int) -> torch.Tensor:
-        """Dropout with `keep_mask`: [s, B, D], [B] -> [s, B, D]. `first`: the number of the first token."""
-        return _Drop.apply(x, probability, key, samples, first, self.body)  # pyright: ignore[reportReturnType]
+             runs: Runs) -> torch.Tensor:
+        """Dropout with `keep_mask`: [s, B, D], [B] -> [s, B, D]. `runs`: the places of the tokens."""
+        return _Drop.apply(x, probability, key, samples, runs, self.body)  # pyright: ignore[reportReturnType]
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """x / sqrt(mean of x^2 + eps) * weight over the last dim, in fp32. [..., H], [H] -> [..., H]."""
@@ -207,14 +208,12 @@ class _Rotate(torch.autograd.Function):
 class _Drop(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, probability: float, key: tuple[int, str], samples: torch.Tensor,
-                first: int, body: Callable[[Body], Body]):
-        size = x.shape[0] * x.shape[2]
-        start = first * x.shape[2]
+                runs: Runs, body: Callable[[Body], Body]):
+        width = x.shape[2]
 
         def drop(tensor: torch.Tensor) -> torch.Tensor:
             # The body gets no seed: it would be compiled for each. And nothing of its size is kept.
-            counters = torch.arange(start, start + size, device=samples.device)
-            return body(_drop)(tensor, probability, keyed(key, samples), counters)
+            return body(_drop)(tensor, probability, keyed(key, samples), numbers(runs, samples.device, width))
 
         ctx.drop = drop
         return drop(x)

@@ -24,6 +24,7 @@ from threed.base.mesh import axes_of
 from threed.data.sampling import Sampling
 from threed.engine.engine import Engine
 from threed.tensor.context import Batch
+from threed.tensor.places import Places
 
 
 def choose(logits_V: torch.Tensor, how: Sampling, prompt: int, place: int) -> int:
@@ -62,6 +63,7 @@ class TextWriter:
         self._engine, self._vocab, self._ends = engine, vocab, ends
         table, here = engine.plan.table, engine.comm.here
         self._chooses = here.position == table.position(table.last) and here.is_first(axes_of("parameters"))
+        self._places = Places(engine.config.model.seq_len, *engine.comm.mesh.tokens_of(here))
 
     def write(self, prompts: Sequence[Sequence[int]], how: Sampling,
               stop: Callable[[], bool] = lambda: False) -> list[Text]:
@@ -91,8 +93,12 @@ class TextWriter:
         logits = self._engine.generate(lambda microbatch: self._batch(texts, microbatch))
         for microbatch, logits_BV in logits.items() if self._chooses else ():
             for row, number in enumerate(self._numbers(microbatch)):
-                if number < len(texts) and number not in ended:
+                if number < len(texts) and number not in ended and self._has_last(texts[number]):
                     chosen[number] = choose(logits_BV[row, :self._vocab], how, number, len(texts[number]))
+
+    def _has_last(self, text: Sequence[int]) -> bool:
+        """Whether this rank has the last token of a text, and so its logits."""
+        return self._places.local(min(len(text), self._places.length) - 1) is not None
 
     def _numbers(self, microbatch: int) -> range:
         """The texts of a micro-batch of this rank. (Some may not exist: the last micro-batches are filled

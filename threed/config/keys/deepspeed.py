@@ -346,8 +346,7 @@ ROWS = (
       for name in ("tensor_parallel.preset_model", "tensor_parallel.partition_config*",
                    "injection_policy*", "tp_grain_size", "keep_module_on_host", "kernel_inject",
                    "replace_with_kernel_inject")),
-    Key("sequence_parallel_size", NOTHING + "threed has no sequences cut over ranks of their own", None,
-        (1,)),
+    Key("sequence_parallel_size", "parallel.cp (which gathers keys and values)", None, (1,)),
     # What is logged
     Key("steps_per_print", "monitor.console_every", _whole),
     Key("wall_clock_breakdown", NO_KEY + "steps are always timed (monitor.trace_every): threed compare RUN"),

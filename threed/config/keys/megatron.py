@@ -14,7 +14,6 @@ from threed.config.keys.megatron_experts import biases, defaults_of_experts, gat
 from threed.config.keys.megatron_rest import WITHOUT_VALUE
 from threed.config.keys.table import NO_KEY, NOTHING, Framework, Given, Key
 
-_ONE = (1,)
 ROWS = (
     # Mesh
     Key("tensor_model_parallel_size", "parallel.tp"),
@@ -30,8 +29,12 @@ ROWS = (
     Key("use_tp_pp_dp_mapping", "parallel.axis_order=dp-pp-tp"),
     Key("sequence_parallel", "parallel.sequence_parallel=true", take.sequence_parallel),
     Key("no_scatter_gather_tensors_in_pipeline", "parallel.split_messages=off"),
-    Key("context_parallel_size",
-        NOTHING + "threed has no context parallelism; sequence_parallel cuts the rest over tp", None, _ONE),
+    Key("context_parallel_size", "parallel.cp", None, (1,)),
+    Key("cp_comm_type", NO_KEY + "parallel.cp gathers keys and values", take.gathered_keys),
+    Key("hierarchical_context_parallel_sizes",
+        NOTHING + "keys and values are gathered over all of parallel.cp"),
+    *(Key(name, NOTHING + "parallel.cp is the same for all sequences")
+      for name in ("dynamic_context_parallel", "hybrid_context_parallel")),
     # ZeRO
     Key("use_distributed_optimizer", "zero.stage=1", take.distributed),
     Key("use_megatron_fsdp", NO_KEY + "zero.stage alone says it"),

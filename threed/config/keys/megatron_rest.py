@@ -61,7 +61,6 @@ _ALWAYS = (  # (what is true here, the options that ask for it or choose how it 
      "use_pin_memory remote_device memory_centric_tiled_linear tile_factor split_transformers "
      "synchronize_each_layer profile_backward scattered_embeddings"),
     ("run.cuda_graphs says it", "cuda_graph_*"),
-    ("the sequence of attention is not cut", "cp_comm_type"),
 )
 _MISSING = (  # (what threed has not, the options that ask for it)
     ("fp8", "fp8_*"), ("fp4", "fp4_*"), ("latent attention", "multi_latent_attention"),
@@ -99,8 +98,7 @@ WITHOUT_VALUE = (
     Key("exit_interval", NOTHING + "run.stop_after ends a job by its time, train.steps a run",
         take.exit_interval),
     Key("dataloader_type", NO_KEY + "each source is shuffled by train.seed", take.one_order),
-    Key("ds_sequence_parallel_size",
-        NOTHING + "threed has no sequences cut over ranks of their own", None, _ONE),
+    Key("ds_sequence_parallel_size", "parallel.cp (which gathers keys and values)", None, (1,)),
     *(Key(name, NO_KEY + what) for what, names in _ALWAYS for name in names.split()),
     *(Key(name, NOTHING + f"threed has no {what}") for what, names in _MISSING for name in names.split()),
 )

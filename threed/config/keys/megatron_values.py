@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 from threed.base.errors import InputError
@@ -42,6 +43,9 @@ def one_of(names: dict[str, Any], what: str):
     return take
 
 
+_OTHERS = {"tp": "tensor_model_parallel", "cp": "context_parallel", "pp": "pipeline_model_parallel"}
+
+
 def dp(_: Any, given: Given) -> Any:
     """From a launcher's options, unless --devices says it."""
     if given["dp"] is not None:
@@ -50,11 +54,23 @@ def dp(_: Any, given: Given) -> Any:
     if each not in given:
         raise Dropped("how many ranks a machine has is not said: parallel.dp stays auto; give --devices")
     world = number(given, each) * (number(given, machines) if machines in given else 1)
-    others = given.get("tensor_model_parallel_size", 1) * given.get("pipeline_model_parallel_size", 1)
+    sizes = {axis: given.get(f"{name}_size", 1) for axis, name in _OTHERS.items()}
+    others = prod(sizes.values())
+    shown = " x ".join(axis for axis in sizes if axis != "cp" or sizes[axis] > 1)
     if world % others:
-        raise Dropped(f"{world} processes are not a multiple of tp x pp = {others}: parallel.dp stays auto; "
+        raise Dropped(f"{world} processes are not a multiple of {shown} = {others}: parallel.dp stays auto; "
                       "give --devices")
     return {"parallel.dp": world // others}
+
+
+def gathered_keys(value: Any, _: Given) -> Any:
+    """Of --cp-comm-type, a name or one for each layer: how keys travel changes no number."""
+    names = value if isinstance(value, list) else [value]
+    if "a2a+p2p" in names:
+        raise Refused("a2a+p2p: parallel.cp is one group of ranks, and has no groups in groups")
+    others = sorted({str(name) for name in names} - {"all_gather"})
+    instead = f", and not sent by {' or '.join(others)}" if others else ""
+    raise Dropped(f"keys and values are gathered{instead}, to the same numbers")
 
 
 def least_batch(given: Given) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import torch
 from threed.devices import device_of
 from threed.program.instruction import Instruction, Op
 from threed.tensor.context import Batch
+from threed.tensor.places import Places
 
 READERS = (Op.FORWARD, Op.RECOMPUTE)
 
@@ -18,9 +19,9 @@ class Feed:
     """Hands out the micro-batches of the program under way, and forgets each after its last reader. The host
     reads the next one while a GPU computes with this one."""
 
-    def __init__(self, device: torch.device, tokens: tuple[int, int] = (0, 1)):
-        """`tokens`: (index, count) of this rank's part of the tokens of a sample."""
-        self.device, self.tokens = device, tokens
+    def __init__(self, device: torch.device, places: Places | None = None):
+        """`places`: of this rank's tokens; None: it has whole sequences."""
+        self.device, self.places = device, places
         self.read: Callable[[int], Batch] = _nothing  # micro-batch -> its data on the host
         self._here: dict[int, Batch] = {}
         self._readers: Counter[int] = Counter()  # micro-batch -> instructions that will still read it
@@ -47,8 +48,12 @@ class Feed:
 
     def _load(self, microbatch: int) -> Batch:
         if microbatch not in self._here:
-            self._here[microbatch] = self.read(microbatch).tokens_of(*self.tokens).to(self.device)
+            self._here[microbatch] = self._own(self.read(microbatch)).to(self.device)
         return self._here[microbatch]
+
+    def _own(self, batch: Batch) -> Batch:
+        """What this rank has of it."""
+        return batch if self.places is None or self.places.count == 1 else batch.at(self.places)
 
 
 def _nothing(microbatch: int) -> Batch:

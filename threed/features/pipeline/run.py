@@ -133,7 +133,7 @@ class PipelineRun:
         self._constants = torch.arange(2, dtype=torch.float64, device=comm.device)
         self.saving = context.saving
         self.stream = stream
-        self.feed = Feed(comm.device, context.tokens)
+        self.feed = Feed(comm.device, context.places)
         self._sends: deque[Handle] = deque()
 
     def handlers(self) -> dict[Op, Callable[[Instruction, Slots], Handle | None]]:
@@ -379,7 +379,7 @@ class PipelineRun:
 def streams(config: Config, table: Table, context: Context) -> Callable[[int], PackedStream]:
     """Unit -> what it hands to the next unit."""
     layers, share = layers_of(config), share_of(config)
-    whole = Whole((context.sequence()[1], config.train.micro_batch_size, config.model.hidden), context.dtype)
+    whole = Whole((context.places.size, config.train.micro_batch_size, config.model.hidden), context.dtype)
 
     @cache
     def stream(unit: int) -> PackedStream:

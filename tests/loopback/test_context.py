@@ -1,0 +1,337 @@
+"""Context parallelism: ranks of cp share each sequence (parallel.cp). It changes no number."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.harness import EXPERTS, assert_contract, batches, tiny
+from tests.loopback.test_axis import train
+from tests.loopback.test_measure import shown
+from tests.loopback.test_traffic import check
+from threed.base.errors import ThreedError
+from threed.comm.group import Comm
+from threed.comm.process import initialized
+from threed.config.load import checked
+from threed.engine.engine import Engine
+from threed.engine.loopback import run_loopback
+from threed.models.measure import Measured
+from threed.models.tiling import layers_of, share_of
+from threed.planner import make_mesh, make_plan
+from threed.program.analysis import Analysis
+from threed.schema import Config
+from threed.spec.kernels import Product
+from threed.spec.parameter import NOT_COUNTED, Cost, Saved, Traffic
+from threed.tensor import keys as subject
+from threed.tensor.context import Batch
+from threed.tensor.documents import Documents
+from threed.tensor.places import Places, in_order, numbers, taken
+from threed.tensor.rectangles import HOST, SEPARATE
+
+SMALL = ["model.layers=2", "model.hidden=16", "model.heads=4", "model.seq_len=16", "model.vocab=30",
+         "model.vocab_multiple=16", "train.global_batch_size=6"]
+PP, DP, TP, SP = ["parallel.pp=2"], ["parallel.dp=2"], ["parallel.tp=2"], ["parallel.sequence_parallel=true"]
+LLAMA = ["model.family=llama", "model.kv_heads=2", "model.qk_norm=true"]
+DROPOUT = ["model.dropout=0.2", "model.attention_dropout=0.2"]
+DOCUMENTS = ["data.document_mask=true"]
+PIECES = ["activation.policy=selective", "activation.pieces=[attention,norm,mlp_act]"]
+CELLS = {
+    "alone": [], "dp": DP, "tp": TP, "sp": [*TP, *SP], "llama": LLAMA, "learned": ["model.position=learned"],
+    "pp-tp": [*PP, *TP, "model.tie_embeddings=true"], "zb-h1": [*PP, *DP, "parallel.schedule=zb-h1"],
+    "zb-v": [*PP, *TP, *SP, "parallel.schedule=zb-v"], "full": [*PP, "activation.policy=full", *LLAMA],
+    "partition": [*TP, "activation.policy=full", "activation.partition=true"],
+    "pieces": [*PIECES, *PP, "parallel.schedule=zb-h1"], "offload": [*DP, "offload.optimizer=cpu"],
+    "host": ["activation.policy=full", "activation.offload=cpu"],
+    "bf16": ["precision.dtype=bf16", *LLAMA], "bf16-sp": ["precision.dtype=bf16", *TP, *SP, *PP],
+    "dropout": [*DROPOUT, *TP, *SP], "dropout-fused": ["model.dropout=0.2", "model.fused=auto", *TP, *SP],
+    "dropout-llama": [*DROPOUT, *LLAMA, *PIECES], "masked": ["data.loss_mask=chat", *DP],
+    "documents": [*DOCUMENTS, *LLAMA], "documents-sp": [*DOCUMENTS, "model.position=learned", *TP, *SP],
+    "tiles": ["model.tile_linears=1KiB", "model.tie_embeddings=false", *TP, *SP],
+    "lora": ["model.lora_rank=2", *LLAMA], "fused": ["model.fused=auto", "model.loss_chunk=3", *LLAMA],
+    "evaluates": ["train.eval_every=1", "data.validation_fraction=0.1", *PP, *DROPOUT],
+    "order": [*TP, *DP, "parallel.axis_order=pp-cp-dp-tp"],
+}
+
+
+def with_cp(size: int, *overrides: str) -> Config:
+    return tiny(*SMALL, f"parallel.cp={size}", *overrides)
+
+
+@pytest.mark.parametrize("size, stage", [(2, 0), (2, 1), (2, 2), (2, 3), (4, 1), (4, 3)])
+@pytest.mark.parametrize("cell", CELLS)
+def test_contract(cell, size, stage, references):
+    assert_contract(with_cp(size, *CELLS[cell], f"zero.stage={stage}"), references)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("cell", [[], ["parallel.ep=2", *PP], [*TP, *SP, "parallel.ep=4", "zero.stage=3"],
+                                  ["model.moe_capacity=0.75", *TP, *SP],
+                                  ["model.moe_capacity=1.0", "parallel.ep=2"],
+                                  ["model.balance=sequence", *TP, *SP],
+                                  ["precision.dtype=bf16", "parallel.ep=2"]])
+def test_experts(cell, size, references):
+    """Capacity, penalties and counts are of whole sequences. (Another seed chooses between scores that are
+    not nearly equal.)"""
+    balance = ["optimizer.balance_rate=0.0"] if "model.balance=sequence" in cell else []
+    assert_contract(with_cp(size, *EXPERTS, *cell, *balance, "train.seed=5"), references)
+
+
+# ---------------------------------------------------------------- places
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_every_token_has_one_rank(count, parts):
+    whole = [Places(16, index, count, part, parts) for index in range(count) for part in range(parts)]
+    places = [place for each in whole for run in each.runs for place in run]
+    assert sorted(places) == list(range(16)) and {each.size for each in whole} == {16 // count // parts}
+    for each in whole:
+        own = numbers(each.own, torch.device("cpu")).tolist()
+        assert own[each.stream] == [place for run in each.runs for place in run]
+        assert [each.local(place) for place in own] == list(range(len(own)))
+        assert each.local(next(iter({*range(16)} - {*own}), 16)) is None
+
+
+@pytest.mark.parametrize("count", [2, 4, 8])
+def test_every_rank_has_the_same_work(count):
+    """Pairs of a query and a key up to its chunk's end."""
+    work = [sum((block.queries.stop - block.queries.start) * block.keys.stop
+                for block in subject._blocks(Places(64, index, count), None, None)) for index in range(count)]
+    assert len({*work}) == 1
+
+
+def test_parts_become_whole():
+    places = [Places(16, index, 4).own for index in range(4)]
+    whole = torch.randn(3, 16, 2)
+    assert torch.equal(in_order([taken(whole, each) for each in places], places, 1), whole)
+
+
+# ---------------------------------------------------------------- attention
+
+
+def over_ranks(size: int, work: Any) -> list[Any]:
+    """Of each rank of cp: what `work` returns of its group and its number."""
+    config = with_cp(size)
+    return run_loopback(make_plan(config), make_mesh(config), lambda comm: work(comm.groups["cp"], comm.rank))
+
+
+def attended(size: int, parts: list[torch.Tensor], documents: Documents | None = None) -> list[torch.Tensor]:
+    """Attention's output, and gradients of queries, keys and values, of `size` ranks together. `parts`:
+    queries, keys, values and the output's gradient, of whole sequences."""
+    length = parts[0].shape[2]
+
+    def work(group: Any, rank: int) -> tuple[torch.Tensor, ...]:
+        places = Places(length, rank, size)
+        q, k, v, grad = (taken(part, places.own, 2) for part in parts)
+        inputs = [each.clone().requires_grad_() for each in (q, k, v)]
+        out = subject.attend_to_all(*inputs, subject.Shared(group, places), documents)
+        return out.detach(), *torch.autograd.grad(out, inputs, grad)
+
+    places = [Places(length, rank, size).own for rank in range(size)]
+    return [in_order(each, places, 2) for each in zip(*over_ranks(size, work), strict=True)]
+
+
+def drawn(length: int, heads: int, kv_heads: int,
+          dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(2, count, length, 8).to(dtype) for count in (heads, kv_heads, kv_heads, heads)]
+
+
+def plain(parts: list[torch.Tensor], documents: Documents | None = None) -> list[torch.Tensor]:
+    """The same of one rank, in fp64, by a mask."""
+    *inputs, grad = (part.double() for part in parts)
+    inputs = [each.requires_grad_() for each in inputs]
+    length = grad.shape[2]
+    mask = torch.ones(2, 1, length, length, dtype=torch.bool).tril()
+    for index, first, stop in documents.runs() if documents is not None else ():
+        mask[index, :, first:stop, :first] = False
+    out = F.scaled_dot_product_attention(*inputs, attn_mask=mask, enable_gqa=True)
+    return [out.detach(), *torch.autograd.grad(out, inputs, grad)]
+
+
+TWO = Documents(torch.empty(0), ((3, 4, 21, 64), (64,)))  # shorter than a chunk, and over several
+
+
+@pytest.mark.parametrize("documents", [None, TWO], ids=["whole", "documents"])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("size", [2, 4])
+def test_attention_is_that_of_one_rank(size, kv_heads, documents):
+    """A causal rectangle aligned at the upper left; a gradient that is summed twice, or not at all."""
+    parts = drawn(64, 4, kv_heads)
+    for got, want in zip(attended(size, parts, documents), plain(parts, documents), strict=True):
+        torch.testing.assert_close(got.double(), want, rtol=0, atol=2e-6)
+
+
+def test_gradients_of_keys_are_added_in_fp32():
+    """Each key has a gradient from every chunk behind it."""
+    parts = drawn(512, 2, 2, torch.bfloat16)
+    inputs = [part.clone().requires_grad_() for part in parts[:3]]
+    alone = torch.autograd.grad(F.scaled_dot_product_attention(*inputs, is_causal=True), inputs, parts[3])
+    for mine, one, want in zip(attended(8, parts)[2:], alone[1:], plain(parts)[2:], strict=True):
+        assert (mine.double() - want).norm() < 0.8 * (one.double() - want).norm() < 0.01 * want.norm()
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8])
+def test_kernels_agree(rows):
+    *inputs, grad = drawn(8, 4, 2)
+    q, grad = inputs[0][:, :, -rows:], grad[:, :, -rows:]
+    results = []
+    for kernel in (HOST, SEPARATE):
+        out, kept = kernel.forward(q, *inputs[1:])
+        results.append([out, *kernel.backward(grad, q, *inputs[1:], out, kept)])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=2e-6)
+
+
+def test_other_documents_are_not_seen():
+    """To the bit, over a border of chunks."""
+    parts = drawn(64, 4, 2)
+    changed = [part.clone() for part in parts]
+    for part in changed[:3]:
+        part[0, :, :21] += 1.0
+    one, other = (attended(4, each, TWO)[0] for each in (parts, changed))
+    assert torch.equal(one[0, :, 21:], other[0, :, 21:]) and not torch.equal(one[0, :, :21], other[0, :, :21])
+
+
+# ---------------------------------------------------------------- labels
+
+
+@pytest.mark.parametrize("counts", [[0], [15], [3, 4, 5, 8]])
+def test_labels_that_count_unevenly(counts):
+    """Ranks none of whose labels count; a label on the border of two chunks. The loss is that of cp=1."""
+
+    def losses(size: int) -> list[float]:
+        config = with_cp(size, "data.loss_mask=chat", "optimizer.name=sgd", "optimizer.lr=0.1")
+
+        def masked(comm: Comm, step: int) -> Any:
+            read = batches(config, comm, step)
+
+            def batch(microbatch: int) -> Batch:
+                given = read(microbatch)
+                labels = torch.full_like(given.labels_BS, NOT_COUNTED)
+                labels[:, counts] = given.tokens_BS[:, counts]
+                return replace(given, labels_BS=labels, num_tokens=torch.tensor(6 * len(counts)))
+
+            return batch
+
+        def work(comm: Comm) -> list[float]:
+            engine = Engine(Analysis(make_plan(config)), comm)
+            return [engine.train_step(masked(comm, step))[0].loss for step in range(4)]
+
+        return run_loopback(make_plan(config), make_mesh(config), work)[0]
+
+    one, two, four = map(losses, (1, 2, 4))
+    assert two == pytest.approx(one, rel=1e-6) and four == pytest.approx(one, rel=1e-6) and one[0] != one[3]
+
+
+# ---------------------------------------------------------------- costs
+
+FAMILIES = {"gpt": [], "learned": ["model.position=learned"], "llama": LLAMA, "dropout": DROPOUT,
+            "dropout-llama": [*DROPOUT, *LLAMA], "fused": ["model.fused=auto", *LLAMA],
+            "experts": EXPERTS, "capacity": [*EXPERTS, "model.moe_capacity=0.75"],
+            "balanced": ["model.family=moe", "model.experts=4", "model.balance=sequence"]}
+
+
+@pytest.mark.parametrize("pieces", [(), ("attention",)])
+@pytest.mark.parametrize("mesh", [[], TP, [*TP, *SP]], ids=["alone", "tp", "sp"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_layers_cost_what_they_declare(name, mesh, pieces):
+    """Bytes that are gathered and summed over cp included. Attention's products count all keys, of which
+    those behind a chunk are not computed."""
+    if name in ("experts", "capacity", "balanced") and mesh == TP:
+        pytest.skip("experts need sequence parallelism over tp")
+    config = tiny(*SMALL, "parallel.cp=2", *FAMILIES[name], *mesh)
+    share = share_of(config)
+    for index, layer in enumerate(layers_of(config)[:2]):
+        with initialized():
+            cost = Measured(layer, config.model, share, pieces=pieces).cost(first=index == 0)
+        declared = layer.cost(share)
+        sent = {where: each for where, each in declared.sent_by(pieces).items() if each.bytes}
+        for axis in ("tp", "cp"):  # one forward is measured, in training
+            if once := sent.pop(("once", axis), None):
+                sent["forward", axis] = sent.get(("forward", axis), Traffic()) + once
+        assert sent == cost.sent, layer.name
+        if not pieces and name != "capacity":  # what it saves depends on its row weights
+            got, want = shown(cost), shown(declared + difference(config, layer.name))
+            assert got | {"sent": 0} == want | {"sent": 0}, layer.name
+
+
+def difference(config: Config, name: str) -> Cost:
+    """What is measured less what is declared."""
+    share, model = share_of(config), config.model
+    if name == "embedding":  # which tokens are its own, where it is cut
+        cut = model.seq_len // share.tokens * (share.over("tp") > 1)
+        return Cost(saved=(Saved("mask of tokens", cut),), operands=cut)
+    heads = model.heads // share.over("tp")
+    if model.attention_dropout:
+        return Cost()
+    chunk = model.seq_len // 4  # of four; the last rank has the second and the third
+    behind = 2 * chunk * (2 * model.seq_len - 2 * chunk - 3 * chunk) // 2
+    return Cost((Product(-behind * heads * model.head_size, 2, 1),))
+
+
+@pytest.mark.parametrize("cell", [[], [*TP, *SP, *PP], DROPOUT, PIECES, ["activation.policy=full"],
+                                  ["precision.dtype=bf16", *LLAMA], [*PIECES, *DROPOUT],
+                                  [*EXPERTS, "model.moe_capacity=0.75", *TP, *SP]])
+@pytest.mark.parametrize("size", [2, 4])
+def test_counted_is_predicted(size, cell):
+    check(with_cp(size, *cell))
+
+
+def test_bytes_of_a_layer():
+    """Keys and values of the sequence, times (cp - 1) / cp."""
+    unit = make_plan(with_cp(4, *LLAMA)).table.units[1]
+    assert unit.traffic["forward"]["cp"] == 2 * 16 * 8 * 4 * 3 // 4
+
+
+# ---------------------------------------------------------------- runs that change it
+
+
+def test_checkpoints(tmp_path, references):
+    """4 ranks, 2, 1, with dp, tp and pp changing."""
+    path, want = "auto", references(with_cp(1), 6).losses
+    runs = [(2, [*PP, *TP, "zero.stage=1"]), (4, [*DP, "zero.stage=3"]), (1, [*PP, "zero.stage=2"])]
+    for number, (size, chosen) in enumerate(runs):
+        losses, path = train(with_cp(size, *chosen, f"run.dir={tmp_path}", f"train.resume={path}"), 2)
+        assert losses == pytest.approx(want[2 * number:2 * number + 2], rel=1e-5)
+
+
+def test_sequences_grow(tmp_path):
+    """A run begins with short sequences on one rank each, and goes on with longer ones on four."""
+    _, path = train(with_cp(1, f"run.dir={tmp_path}"), 2)
+    longer = ["model.seq_len=64", f"train.resume={path}"]
+    losses = [train(with_cp(size, *longer, f"run.dir={tmp_path}/{size}"), 2)[0] for size in (1, 2, 4)]
+    for one, other in pairwise(losses):
+        assert one == pytest.approx(other, rel=1e-5)
+
+
+# ---------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize("overrides, said", [
+    (["parallel.cp=3"], "model.seq_len=16 with parallel.cp=3: each rank has two equal chunks of a sequence; "
+                        "take a multiple of 6"),
+    (["parallel.cp=4", "model.seq_len=24", "parallel.tp=4", *SP],
+     "model.seq_len=24 with parallel.cp=4 and parallel.tp=4: each rank has two equal chunks of a sequence, "
+     "and equal parts of them; take a multiple of 16"),
+    (["parallel.cp=2", "parallel.axis_order=pp-cp-dp-cp-tp"], "must name each axis once"),
+    (["parallel.cp=0"], "parallel.cp=0: must be at least 1"),
+])
+def test_bad_input(overrides, said):
+    with pytest.raises(ThreedError) as error:
+        tiny(*SMALL, *overrides)
+    assert said in str(error.value)
+
+
+def test_a_world_that_it_does_not_divide():
+    with pytest.raises(ThreedError, match="tp x cp x pp = 2 does not divide"):
+        checked(replace_dp(with_cp(2)), 3)
+
+
+def replace_dp(config: Config) -> Config:
+    return replace(config, parallel=replace(config.parallel, dp=1))

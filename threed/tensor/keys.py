@@ -1,0 +1,144 @@
+"""Keys: attention of a part of each sequence to the keys of all of it, which other ranks have.
+
+    keys and values of this rank's tokens  --gathered over cp-->  of all tokens, in the order of the sequence
+    each chunk of queries attends to the keys up to its own end: one softmax over all of them
+
+Backward gathers keys and values again, rather than keeping them. Their gradients are added up in fp32, also
+where they have 16 bits, and each rank gets the sum of its own.
+
+Shapes: B micro-batch, s the tokens of this rank, S those of the sequence, N query heads, K key and value
+heads, E head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from threed.comm.group import Group
+from threed.tensor.documents import Documents
+from threed.tensor.places import Places, in_order, taken
+from threed.tensor.rectangles import Rectangle, kernel
+
+
+class Shared(NamedTuple):
+    """The ranks that share each sequence, and the tokens of this one."""
+
+    group: Group
+    places: Places
+
+    def gathered(self, *parts: torch.Tensor) -> torch.Tensor:
+        """Tensors [B, K, s, E] of all ranks, [parts, B, K, S, E]."""
+        own = torch.stack(parts)
+        every = own.new_empty(self.group.size(), *own.shape)
+        self.group.all_gather(every, own).wait()
+        return in_order(every.unbind(), [*map(self.places.of, range(self.places.count))], 3)
+
+    def summed(self, whole: torch.Tensor) -> torch.Tensor:
+        """Of the sum of all ranks' tensors [parts, B, K, S, E], this rank's tokens, [parts, B, K, s, E]."""
+        places = map(self.places.of, range(self.places.count))
+        every = torch.stack([taken(whole, runs, 3) for runs in places])
+        own = torch.empty_like(every[0])
+        self.group.reduce_scatter(own, every).wait()
+        return own
+
+
+class _Block(NamedTuple):
+    """Queries that attend to the same keys, up to their own place."""
+
+    sequences: slice
+    queries: slice  # of this rank's
+    keys: slice  # of all
+
+    def of(self, x: torch.Tensor) -> torch.Tensor:
+        return x[self.sequences, :, self.queries]
+
+    def of_keys(self, x: torch.Tensor) -> torch.Tensor:
+        return x[self.sequences, :, self.keys]
+
+
+def _blocks(places: Places, documents: Documents | None, most: int | None) -> Iterator[_Block]:
+    """All queries of this rank, at most so many at a time."""
+    if documents is None or documents.whole:
+        spans = [(slice(None), 0, places.length)]
+    else:
+        spans = [(slice(index, index + 1), first, stop) for index, first, stop in documents.runs()]
+    for sequences, first, stop in spans:
+        at = 0
+        for run in places.own:
+            begin, end = max(first, run.start), min(stop, run.stop)
+            for row in range(begin, end, most or max(1, end - begin)):
+                last = min(end, row + most) if most else end
+                queries = slice(at + row - run.start, at + last - run.start)
+                yield _Block(sequences, queries, slice(first, last))
+            at += len(run)
+
+
+def attend_to_all(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shared: Shared,
+                  documents: Documents | None) -> torch.Tensor:
+    """Causal attention, inside documents where there are some: [B, N, s, E], twice [B, K, s, E] -> [B, N, s,
+    E]."""
+    return _ToAll.apply(q, k, v, shared, documents)  # pyright: ignore[reportReturnType]
+
+
+class _ToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shared: Shared,
+                documents: Documents | None):
+        use = ctx.kernel = kernel(q.device, q.dtype, q.shape[3], q.shape[1] > k.shape[1])
+        ctx.shared, ctx.blocks = shared, [*_blocks(shared.places, documents, use.rows)]
+        size, heads, length, width = q.shape
+        out = q.new_empty(size, length, heads, width).transpose(1, 2)  # in memory as a kernel's output
+        keys, values = shared.gathered(k, v)
+        every = list[torch.Tensor]()
+        for block in ctx.blocks:
+            part, kept = use.forward(block.of(q), block.of_keys(keys), block.of_keys(values))
+            block.of(out).copy_(part)
+            every += kept
+        ctx.save_for_backward(q, k, v, out, *every)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor):
+        q, k, v, out, *every = ctx.saved_tensors
+        shared, use = ctx.shared, ctx.kernel
+        whole = shared.gathered(k, v)
+        of_q, sums = torch.empty_like(q), torch.zeros_like(whole, dtype=torch.float32)
+        each = len(every) // len(ctx.blocks)
+        for number, block in enumerate(ctx.blocks):
+            kept = tuple(every[number * each:(number + 1) * each])
+            made = _backward(use, block, grads[0], (q, *whole, out), kept, of_q)
+            for into, part in zip(sums, made, strict=True):
+                block.of_keys(into).add_(part)
+        del whole
+        of_k, of_v = shared.summed(sums)
+        return of_q, of_k.to(k.dtype), of_v.to(v.dtype), None, None
+
+
+def _backward(use: Rectangle, block: _Block, grad: torch.Tensor, given: tuple[torch.Tensor, ...],
+              kept: tuple[torch.Tensor, ...], of_q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradients of a block's keys and values; that of its queries is written to `of_q`."""
+    q, keys, values, out = given
+    part, of_k, of_v = use.backward(block.of(grad), block.of(q), block.of_keys(keys), block.of_keys(values),
+                                    block.of(out), kept)
+    block.of(of_q).copy_(part)
+    return of_k, of_v
+
+
+def keys_of_all(k: torch.Tensor, v: torch.Tensor, shared: Shared) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of all tokens, twice [B, K, S, E], for attention by separate operations."""
+    return _KeysOfAll.apply(k, v, shared)  # pyright: ignore[reportReturnType]
+
+
+class _KeysOfAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, k: torch.Tensor, v: torch.Tensor, shared: Shared):
+        ctx.shared = shared
+        return tuple(shared.gathered(k, v).unbind())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor):
+        of_k, of_v = ctx.shared.summed(torch.stack([grad.float() for grad in grads]))
+        return of_k.to(grads[0].dtype), of_v.to(grads[1].dtype), None

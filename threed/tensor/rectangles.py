@@ -1,0 +1,184 @@
+"""Rectangles: causal attention of the last queries of a sequence to all keys before them, as kernels with a
+forward and a backward of their own.
+
+        keys      0 1 2 3 4 5
+    query 4       x x x x x .        two queries of six: the rectangle is aligned at the lower right
+    query 5       x x x x x x
+
+torch's scaled_dot_product_attention aligns a causal rectangle at the upper left, and with a mask keeps that
+for backward. What is here calls the kernels behind it.
+
+Shapes: B sequences, N query heads, K key and value heads, E head size, S queries, T keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+
+from threed.devices import device_of
+
+Kept = tuple[torch.Tensor, ...]  # what a backward needs besides its forward's inputs and output
+_ops: Any = torch.ops.aten
+
+
+class Rectangle(NamedTuple):
+    """A kernel. `forward`: q [B, N, S, E], k and v [B, K, T, E] -> output [B, N, S, E], what it keeps.
+    `backward`: the output's gradient, q, k, v, the output, what was kept -> gradients of q, k and v."""
+
+    forward: Callable[..., tuple[torch.Tensor, Kept]]
+    backward: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+    rows: int | None = None  # the most queries of a call; None: any number
+
+
+def kernel(device: torch.device, dtype: torch.dtype, head_size: int, repeats: bool) -> Rectangle:
+    """The best kernel for a device. `repeats`: there are fewer key heads than query heads. On a GPU each is
+    tried once, and must compute what separate operations do."""
+    if not device_of(device).asynchronous:
+        return HOST
+    return _tried(device, dtype, head_size, repeats)
+
+
+@cache
+def _tried(device: torch.device, dtype: torch.dtype, head_size: int, repeats: bool) -> Rectangle:
+    made = torch.Generator().manual_seed(0)
+    q, k, v, grad = (torch.randn(2, heads, length, head_size, generator=made).to(device, dtype)
+                     for heads, length in ((4, 3), *((2 if repeats else 4, 8),) * 2, (4, 3)))
+    want = _both(SEPARATE, q, k, v, grad)
+    for each in (FLASH, EFFICIENT):
+        try:
+            got = _both(each, q, k, v, grad)
+        except (TypeError, ValueError, RuntimeError):  # other arguments; none for this device or dtype
+            continue
+        if all(near(one, other) for one, other in zip(got, want, strict=True)):
+            return each
+    return SEPARATE
+
+
+def _both(of: Rectangle, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+          grad: torch.Tensor) -> list[torch.Tensor]:
+    out, kept = of.forward(q, k, v)
+    return [out, *of.backward(grad, q, k, v, out, kept)]
+
+
+def near(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two results differ by rounding only."""
+    change = torch.linalg.vector_norm((one - other).float())
+    return bool(change <= 0.05 * torch.linalg.vector_norm(other.float()))
+
+
+def _mask(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor | None:
+    """What is added to scores, [S, T]; None where a single query sees all keys."""
+    rows, keys = q.shape[2], k.shape[2]
+    if rows == 1:
+        return None
+    return torch.full((rows, keys), -torch.inf, dtype=q.dtype, device=q.device).triu_(keys - rows + 1)
+
+
+# ---- on the host: a mask for a few rows at a time, so that it is small, and few keys are seen for nothing
+
+
+def _host(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, Kept]:
+    out, log_sum = _ops._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=_mask(q, k))
+    return out, (log_sum,)
+
+
+def _host_backward(grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
+                   kept: Kept) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return _ops._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad, q, k, v, out, kept[0], 0.0, False, attn_mask=_mask(q, k))
+
+
+HOST = Rectangle(_host, _host_backward, 256)
+
+
+# ---- flash attention, which is aligned at the lower right: tensors are [B, S, heads, E]
+
+
+def _flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, Kept]:
+    out, *kept, _ = _ops._flash_attention_forward(*_turned(q, k, v), None, None, q.shape[2], k.shape[2], 0.0,
+                                                  True, False)
+    return out.transpose(1, 2), tuple(kept)
+
+
+def _flash_backward(grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
+                    kept: Kept) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    log_sum, state, unused = kept
+    return _turned(*_ops._flash_attention_backward(
+        *_turned(grad, q, k, v, out), log_sum, None, None, q.shape[2], k.shape[2], 0.0, True, state, unused))
+
+
+FLASH = Rectangle(_flash, _flash_backward)
+
+
+def _turned(*parts: torch.Tensor) -> Any:
+    return tuple(part.transpose(1, 2) for part in parts)
+
+
+# ---- torch's memory-efficient attention, for fp32: tensors are [B, S, heads, E], with as many key heads
+
+_LOWER_RIGHT = 2  # its number of such a mask
+
+
+def _efficient(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, Kept]:
+    out, log_sum, seed, offset, *_ = _ops._efficient_attention_forward(
+        *_turned(q, *_repeated(q, k, v)), None, None, None, None, None, 0.0, _LOWER_RIGHT, True)
+    return out.transpose(1, 2), (log_sum, seed, offset)
+
+
+def _efficient_backward(grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+                        out: torch.Tensor, kept: Kept) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    log_sum, seed, offset = kept
+    inputs = _turned(grad, q, *_repeated(q, k, v))
+    of_q, of_k, of_v, _ = _ops._efficient_attention_backward(
+        *inputs, None, out.transpose(1, 2), None, None, q.shape[2], k.shape[2], log_sum, 0.0, seed, offset,
+        _LOWER_RIGHT, False)
+    of_q, of_k, of_v = _turned(of_q, of_k, of_v)
+    return of_q, _joined(of_k, k), _joined(of_v, v)
+
+
+EFFICIENT = Rectangle(_efficient, _efficient_backward)
+
+
+# ---- separate operations, where there is no kernel
+
+
+def _separate(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, Kept]:
+    scores = _scores(q, k)
+    log_sum = scores.logsumexp(-1, keepdim=True)
+    return ((scores - log_sum).exp().to(v.dtype) @ _repeated(q, v)[0]), (log_sum,)
+
+
+def _separate_backward(grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+                       out: torch.Tensor, kept: Kept) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    wide, values = _repeated(q, k, v)
+    weights = (_scores(q, k) - kept[0]).exp()
+    rows = (grad.float() * out.float()).sum(-1, keepdim=True)
+    of_scores = (weights * ((grad @ values.transpose(-1, -2)).float() - rows) * q.shape[-1]**-0.5).to(q.dtype)
+    return (of_scores @ wide, _joined(of_scores.transpose(-1, -2) @ q, k),
+            _joined(weights.to(grad.dtype).transpose(-1, -2) @ grad, v))
+
+
+SEPARATE = Rectangle(_separate, _separate_backward)
+
+
+def _scores(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    scores = (q @ _repeated(q, k)[0].transpose(-1, -2)).float() * q.shape[-1]**-0.5
+    mask = _mask(q, k)
+    return scores if mask is None else scores + mask
+
+
+def _repeated(q: torch.Tensor, *parts: torch.Tensor) -> list[torch.Tensor]:
+    """Keys or values for each query head."""
+    times = q.shape[1] // parts[0].shape[1]
+    return [part if times == 1 else part.repeat_interleave(times, 1) for part in parts]
+
+
+def _joined(grad: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
+    """The gradient of keys or values that several query heads share."""
+    if grad.shape == of.shape:
+        return grad
+    return grad.unflatten(1, (of.shape[1], -1)).sum(2, dtype=torch.float32)

@@ -97,6 +97,7 @@ SETTINGS: dict[str, dict[object, list[str]]] = {
     "shard_groups": {False: [], True: []},  # a matter of the mesh
     "experts": {"none": [], "one": EXPERTS, "ep": [*EXPERTS, "parallel.ep=2"],
                 "pair": [*EXPERTS, "parallel.ep=2", "parallel.pair=true"]},
+    "context": {"none": [], "keys": ["parallel.cp=2"]},  # and half as many ranks of dp
 }
 # What these need on two positions; the others take 3, or 2 on the larger mesh of shard groups.
 MICROBATCHES = {"file": 2, **{name: row.least(2) for name, row in SCHEDULES.items() if row.least(2) > 3}}
@@ -105,12 +106,14 @@ MICROBATCHES = {"file": 2, **{name: row.least(2) for name, row in SCHEDULES.item
 def cell_config(cell: Cell, ranks: int = 16, others: Iterable[str] = ()) -> Config:
     """A cell of the contract on a small mesh: pp=2, tp=2, and dp=2, or 4 in two shard groups (which on 8
     ranks are of one rank where tp has something to cut, else without tp). Experts without sequence
-    parallelism are without tp, and with dp=4. `others`: overrides. Raises what `load` raises."""
+    parallelism are without tp, and with dp=4. Where ranks share sequences, they are half of those of dp.
+    `others`: overrides. Raises what `load` raises."""
     dp, size, tp = (4, 2, 2) if cell.shard_groups else (2, 2, 2)
     if cell.experts != "none" and not cell.sequence_parallel:
         dp, size, tp = 4, 2 if cell.shard_groups else 4, 1
     elif cell.shard_groups and ranks < 16:
         dp, size, tp = (2, 1, 2) if cell.sequence_parallel or cell.activation == "partition" else (4, 2, 1)
+    dp //= 2 if cell.context != "none" else 1
     batch = dp * MICROBATCHES.get(cell.schedule, 2 if dp == 4 or cell.shard_groups else 3)
     schedule = SETTINGS["schedule"].get(cell.schedule, [f"parallel.schedule={cell.schedule}"])
     chosen = [text for axis in axes() if axis != "schedule" for text in SETTINGS[axis][getattr(cell, axis)]]
@@ -134,10 +137,10 @@ def least_budget(*overrides: str) -> int:
 @cache
 def covering() -> list[Cell]:
     """A few working cells in which every pair of values meets that works together anywhere: without experts
-    all pairs, and with experts each value of the other axes."""
-    works = [cell for cell in cells() if refusal(cell) is None and cell.experts == "none"]
+    and context parallelism all pairs, and with each of these each value of the other axes."""
+    works = [cell for cell in dense(cells()) if refusal(cell) is None]
     starts = {cell[:count] for cell in works for count in range(len(cell) + 1)}
-    rows = AllPairs(list(axes().values())[:-1], filter_func=lambda row: tuple(row) in starts)
+    rows = AllPairs(list(axes().values())[:-2], filter_func=lambda row: tuple(row) in starts)
     chosen = [Cell(*row) for row in rows]
     missing = pairs(works) - pairs(chosen)
     while missing:  # by rows that the library could not complete
@@ -146,13 +149,14 @@ def covering() -> list[Cell]:
                    key=lambda cell: len(missing & pairs([cell])))
         chosen.append(best)
         missing -= pairs([best])
-    missing = {pair for pair in pairs(with_experts()) - pairs(chosen) if pair[1] == len(axes()) - 1}
-    met = Counter()
-    while missing:
-        best = max(with_experts(), key=lambda cell: (len(missing & pairs([cell])), -_times(cell, met)))
-        chosen.append(best)
-        met.update(pairs([best]))
-        missing -= pairs([best])
+    for axis, some in (("experts", with_experts()), ("context", with_context())):
+        missing = {pair for pair in pairs(some) - pairs(chosen) if [*axes()][pair[1]] == axis}
+        met = Counter()
+        while missing:
+            best = max(some, key=lambda cell: (len(missing & pairs([cell])), -_times(cell, met)))
+            chosen.append(best)
+            met.update(pairs([best]))
+            missing -= pairs([best])
     return chosen
 
 
@@ -163,12 +167,31 @@ def _times(cell: Cell, met: Counter) -> int:
 
 @cache
 def with_experts() -> list[Cell]:
-    """A working cell for each choice of experts, schedule, ZeRO stage and precision. Its other values are
-    those that have met least often."""
+    """A working cell for each choice of experts, schedule, ZeRO stage and precision."""
+    return _least_met(lambda cell: (cell.experts, cell.schedule, cell.stage, cell.precision)
+                      if cell.experts != "none" == cell.context else None)
+
+
+@cache
+def with_context() -> list[Cell]:
+    """A working cell with context parallelism for each choice of schedule, ZeRO stage and precision, and of
+    schedule and experts."""
+    def choice(cell: Cell) -> tuple[object, ...] | None:
+        if cell.context == "none":
+            return None
+        return ((cell.schedule, cell.experts) if cell.experts != "none"
+                else (cell.schedule, cell.stage, cell.precision))
+
+    return _least_met(choice)
+
+
+def _least_met(choice: Callable[[Cell], tuple[object, ...] | None]) -> list[Cell]:
+    """A working cell for each choice, None of a cell that is left out. Its other values are those that have
+    met least often."""
     choices: defaultdict[tuple[object, ...], list[Cell]] = defaultdict(list)
     for cell in cells():
-        if cell.experts != "none" and refusal(cell) is None:
-            choices[cell.experts, cell.schedule, cell.stage, cell.precision].append(cell)
+        if (key := choice(cell)) is not None and refusal(cell) is None:
+            choices[key].append(cell)
     met, chosen = Counter(), []
     for some in choices.values():
         best = min(some, key=lambda cell: _times(cell, met))
@@ -178,8 +201,8 @@ def with_experts() -> list[Cell]:
 
 
 def dense(some: Iterable[Cell]) -> list[Cell]:
-    """Those without experts."""
-    return [cell for cell in some if cell.experts == "none"]
+    """Those without experts and context parallelism."""
+    return [cell for cell in some if cell.experts == cell.context == "none"]
 
 
 def each_value(some: Iterable[Cell]) -> list[Cell]:

@@ -16,6 +16,7 @@ from tests.harness import (
     each_value,
     loopback,
     pairs,
+    with_context,
     with_experts,
 )
 from threed.base.errors import ConfigError
@@ -29,15 +30,16 @@ CORE = [*each_value(SAMPLE), *{refusal(cell): cell for cell in REFUSED}.values()
 
 
 def pytest_generate_tests(metafunc):
-    """Cells that the command line names. Or in `make matrix` every cell without experts, and with experts
-    every schedule, ZeRO stage and precision. Otherwise few: to collect all takes longer than to run those."""
+    """Cells that the command line names. Or in `make matrix` every cell without experts and context
+    parallelism, and with each of them every schedule, ZeRO stage and precision. Otherwise few: to collect
+    all takes longer than to run those."""
     if "cell" in metafunc.fixturenames:
         names = {text.partition("[")[2].rstrip("]") for text in metafunc.config.args} - {""}
         some = [cell for cell in cells() if cell.id in names] if names else []
         if not some:
             few = metafunc.config.getoption("-m").startswith("not slow")
             some = dict.fromkeys([*SAMPLE, *REFUSED[::97], *CORE, *([] if few else dense(cells())),
-                                  *([] if few else with_experts())])
+                                  *([] if few else [*with_experts(), *with_context()])])
         metafunc.parametrize("cell", [
             pytest.param(cell, id=cell.id, marks=[pytest.mark.core] * (cell in CORE)) for cell in some])
 

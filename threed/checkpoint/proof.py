@@ -1,5 +1,5 @@
-"""Proof: that a checkpoint holds what was saved: a checksum of each whole tensor, which does not depend on how
-ranks cut it.
+"""Proof: that a checkpoint holds what was saved: a checksum of each whole tensor, which does not depend on
+how ranks cut it.
 
     S(T) = sum over elements i of (bits(T[i]) + 1) * w(i)  mod 2^64,   w(i) = splitmix64(i) | 1
 

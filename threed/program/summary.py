@@ -1,5 +1,5 @@
-"""Summary: the memory of a plan, and its traffic: bytes that a rank of each pipeline position holds and sends,
-from the plan alone."""
+"""Summary: the memory of a plan, and its traffic: bytes that a rank of each pipeline position holds and
+sends, from the plan alone."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Mixture of experts: the choice of experts and their capacity, rows of tokens in their order, and products of
-each expert.
+"""Mixture of experts: the choice of experts and their capacity, rows of tokens in their order, and
+products of each expert.
 
 Shapes: T tokens of this rank in a micro-batch, k experts a token, E experts, e those of this rank, N rows
 that came to it, D hidden, F hidden layer of an expert.

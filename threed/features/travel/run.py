@@ -1,5 +1,5 @@
-"""The handlers of GATHER, REDUCE and EXCHANGE of a slot: a tensor of a micro-batch goes to other ranks, as the
-rows of tokens do to the ranks of their experts."""
+"""The handlers of GATHER, REDUCE and EXCHANGE of a slot: a tensor of a micro-batch goes to other ranks, as
+the rows of tokens do to the ranks of their experts."""
 
 from __future__ import annotations
 

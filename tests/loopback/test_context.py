@@ -128,8 +128,8 @@ def attended(size: int, parts: list[torch.Tensor], documents: Documents | None =
     def work(group: Any, rank: int) -> tuple[torch.Tensor, ...]:
         places = Places(length, rank, size)
         q, k, v, grad = (taken(part, places.own, 2) for part in parts)
-        inputs = [each.clone().requires_grad_() for each in (q, k, v)]
-        out = subject.attend_to_all(*inputs, subject.Shared(group, places), documents)
+        q, k, v = inputs = [each.clone().requires_grad_() for each in (q, k, v)]
+        out = subject.attend_to_all(q, k, v, subject.Shared(group, places), documents)
         return out.detach(), *torch.autograd.grad(out, inputs, grad)
 
     places = [Places(length, rank, size).own for rank in range(size)]
@@ -170,8 +170,8 @@ def test_attention_is_that_of_one_rank(size, kv_heads, documents):
 def test_gradients_of_keys_are_added_in_fp32():
     """Each key has a gradient from every chunk behind it."""
     parts = drawn(512, 2, 2, torch.bfloat16)
-    inputs = [part.clone().requires_grad_() for part in parts[:3]]
-    alone = torch.autograd.grad(F.scaled_dot_product_attention(*inputs, is_causal=True), inputs, parts[3])
+    q, k, v = inputs = [part.clone().requires_grad_() for part in parts[:3]]
+    alone = torch.autograd.grad(F.scaled_dot_product_attention(q, k, v, is_causal=True), inputs, parts[3])
     for mine, one, want in zip(attended(8, parts)[2:], alone[1:], plain(parts)[2:], strict=True):
         assert (mine.double() - want).norm() < 0.8 * (one.double() - want).norm() < 0.01 * want.norm()
 

@@ -67,8 +67,6 @@ class ParallelConfig:
 
     dp: int | str = key("auto", "auto: world size / (tp x cp x pp)", check=_dp)
     tp: int = key(1, "tensor-parallel ranks", least=1)
-    cp: int = key(1, "context-parallel ranks, which share each sequence: each has a part of its tokens",
-                  least=1)
     pp: int = key(1, "pipeline positions", least=1)
     schedule: str = key("1f1b", "of docs/schedules.md, auto (the best of a search) or file:PATH",
                         choices=ChainMap[str, Any]({"auto": None}, SCHEDULES), prefix="file:", path=of_file)
@@ -80,6 +78,8 @@ class ParallelConfig:
                                        "such as 30GiB", check=_activation_limit)
     sequence_parallel: bool = key(False, "outside tensor-parallel layers, activations are cut over tp by "
                                   "sequence")
+    cp: int = key(1, "context-parallel ranks, which share each sequence: each has a part of its tokens",
+                  least=1)
     ep: int = key(1, "expert-parallel ranks: runs of ranks of dp x tp, each of which holds all experts of a "
                   "layer", least=1)
     pair: bool = key(False, "a forward and a backward of different micro-batches are computed together, so "

@@ -15,7 +15,6 @@ import torch
 from threed.base.errors import RunError
 from threed.comm.lanes import so_far
 from threed.devices import device_of
-from threed.tensor.loss_sum import LossSum
 
 FIELDS = ("loss", "grad_norm", "scale", "finite", "counted", "penalty")  # of Clipped, which the host reads
 
@@ -101,17 +100,17 @@ class Clipped:
 def _decide(sums: torch.Tensor, limits: Limits) -> _Row:
     """Without a wait, and the same to the bit on a CPU. (A number divided by a tensor is a product with its
     reciprocal, which rounds twice: so each is a tensor.)"""
-    squared, found, tokens, *rest = sums.unbind()
-    total, one = LossSum(*rest), torch.ones_like(squared)
+    squared, found, tokens, summed, counting, count, penalties, penalty = sums.unbind()  # as LossSum
+    one = torch.ones_like(squared)
     # What a loss has counted by itself, as a share of the samples by whose number it was divided before
     # backward. Gradients are linear in the loss: they are divided when they are used. Of a batch in which
     # nothing counts, the loss and all gradients are zeros: it is divided by anything.
-    counted = torch.where(total.counting != 0, total.count / limits.tokens, one)
+    counted = torch.where(counting != 0, count / limits.tokens, one)
     share = torch.where(counted == 0, one, counted)
-    loss, norm = total.loss / share, squared.sqrt() / limits.loss_scale / share
+    loss, norm = summed / share, squared.sqrt() / limits.loss_scale / share
     scale = one
     if limits.clip_grad > 0:
         scale = (limits.clip_grad * one / (norm + 1e-6)).clamp(max=1.0)
     finite = (found == 0) & norm.isfinite() & loss.isfinite() & (share > 0)
-    return _Row(loss, norm, scale / limits.loss_scale / share, finite.double(), tokens, total.counting,
-                total.count, total.penalties, total.penalty / share)
+    return _Row(loss, norm, scale / limits.loss_scale / share, finite.double(), tokens, counting, count,
+                penalties, penalty / share)

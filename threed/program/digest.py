@@ -56,8 +56,6 @@ def _values(entry: Any) -> dict[str, Any]:
         del values["kind"]  # its name says it
     if isinstance(entry, ComputeUnit):
         del values["rings"]  # a matter of prices: `traffic` says what is sent
-        for which in ("kernels", "again"):
-            values[which] = [*map(_kernel, values[which])]
     if isinstance(entry, UpdateSettings):
         values["delayed"] = False  # updates that came a step late, which are gone
     for since in SINCE:
@@ -67,22 +65,22 @@ def _values(entry: Any) -> dict[str, Any]:
         output = values.pop("output")
         values["running_bytes"] = (output and (list(output) if output[2] else output[0])) or 0
         values["makes"], values["reads"] = [*map(_made, entry.makes)], [*map(_first, entry.reads)]
+        values["kernels"], values["again"] = ([*map(_kernel, each)] for each in (entry.kernels, entry.again))
     return values
-
-
-def _kernel(kernel: Kernel) -> list[Any]:
-    """A kernel without what is a matter of prices: how fast its bytes move. How many keys attention has was
-    not said where they are as many as its queries."""
-    if isinstance(kernel, Moved):
-        return [*kernel[:Moved._fields.index("columns")]]
-    as_many = isinstance(kernel, AttentionKernel) and kernel.keys is None
-    return [*kernel[:AttentionKernel._fields.index("keys")]] if as_many else [*kernel]
 
 
 def _made(tensor: MadeTensor) -> list[Any]:
     """How a tensor travels was one field, the last."""
     way = tensor.becomes, tensor.over, tensor.by, tensor.ranks, tensor.arriving_bytes, tensor.counts
     return [tensor.name, tensor.bytes, tensor.grad, way] if tensor.over else _first(tensor)
+
+
+def _kernel(kernel: Kernel) -> Kernel | tuple[Any, ...]:
+    """Without how fast its bytes move, which is a matter of prices. How many keys attention has was not said
+    where they are as many as its queries."""
+    if isinstance(kernel, Moved):
+        return kernel[:Moved._fields.index("columns")]
+    return kernel[:-1] if isinstance(kernel, AttentionKernel) and kernel.keys is None else kernel
 
 
 def _first(entry: Any) -> list[Any]:

@@ -42,7 +42,9 @@ def test_documents_are_as_under_a_mask(kv_heads, one_kernel):
     grad = torch.randn(1, 8, length, 64, device=DEVICE, dtype=torch.bfloat16)
     got = attend(q, k, v, documents, one_kernel)
     wide = [each.detach().double().requires_grad_() for each in (q, k, v)]
-    mask = ~outside(positions.to(DEVICE)) & torch.ones(length, length, dtype=torch.bool, device=DEVICE).tril()
+    at = torch.arange(length, device=DEVICE)
+    future = torch.ones(length, length, dtype=torch.bool, device=DEVICE).triu(1)
+    mask = ~(outside(positions.to(DEVICE), at, length) | future)
     want = F.scaled_dot_product_attention(*wide, attn_mask=mask, enable_gqa=kv_heads < 8)
     near(got, want, 0.01)
     for one, other in zip(torch.autograd.grad(got, (q, k, v), grad),

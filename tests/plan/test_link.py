@@ -29,6 +29,7 @@ from threed.program.link import follow, joined, link, memory
 from threed.program.plan import Plan
 from threed.program.seam import seam_of
 from threed.program.walk import Mode, all_meet, in_turn, walk
+from threed.spec.kernels import Product
 
 SPREAD = ("1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v", "partition", "overlap", "contiguous", "tiles")
 
@@ -157,6 +158,8 @@ def test_digest(name):
     for unit in table["units"]:  # a unit of an older version said the bytes of a running softmax
         assert unit.pop("output") is None and unit.pop("rings")
         unit["running_bytes"] = 0
+        for which in ("kernels", "again"):  # nor how fast bytes move, nor how many keys attention has
+            unit[which] = [kernel if isinstance(kernel, Product) else kernel[:6] for kernel in unit[which]]
     text = json.dumps([table, plan.programs], sort_keys=True)
     assert plan.digest == hashlib.sha256(text.encode()).hexdigest()[:16]
 

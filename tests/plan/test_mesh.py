@@ -15,10 +15,11 @@ MESHES = [Mesh(order, pp=pp, dp=dp, tp=tp) for pp, dp, tp in product((1, 2, 3, 4
 @pytest.mark.parametrize("order", list(permutations(AXES)))
 def test_round_trip(order):
     """Two ranks at one coordinate, or a rank that does not come back to itself."""
-    mesh = Mesh(order, pp=3, dp=4, tp=2)
+    mesh = Mesh(order, pp=3, dp=4, cp=2, tp=2)
     coordinates = [mesh.coordinate(rank) for rank in range(mesh.size)]
-    assert [mesh.rank(**here.on) for here in coordinates] == list(range(24))
-    assert {tuple(here.on.values()) for here in coordinates} == set(product(range(3), range(4), range(2)))
+    assert [mesh.rank(**here.on) for here in coordinates] == list(range(48))
+    assert {tuple(here.on.values()) for here in coordinates} == set(
+        product(range(3), range(4), range(2), range(2)))
     step = [axis for axis in AXES if coordinates[0].on[axis] != coordinates[1].on[axis]]
     assert step == [order[-1]], "neighbouring ranks are neighbours on the last axis"
 
@@ -86,7 +87,7 @@ def test_runs_of_the_ranks_along_two_axes(order, monkeypatch):
         assert of == [*range(number // 4 * 4, number // 4 * 4 + 4)] and run[number % 4] == rank
         assert place[number // 4] == rank and set(run) & set(place) == {rank} and len(place) == 2
         assert {mesh.coordinate(other).position for other in (*run, *place)} == {here.position}
-    inner = [axis for axis in order if axis != "pp"][-1]
+    inner = [axis for axis in order if axis in axes][-1]
     assert [mesh.coordinate(rank).on[inner] for rank in mesh.group("run", 0)][:2] == [0, 1]
     for name in ("run", "place"):
         assert sorted(rank for group in mesh.groups(name) for rank in group) == list(range(mesh.size))

@@ -21,7 +21,7 @@ def test_rounding(monkeypatch):
     trace = Trace("train", 5.0, [0.0, 0.000002, 0.001], [0.0, 0.000501, 0.001002],
                   [0.000001, 0.001002, 0.0012],
                   [Wait(1, 0, 0.000501), Wait(2, 1, 0.000004), Wait(3, -1, 0.0001)], 0.0013)
-    rank = RankTrace(0, Coordinate({"pp": 0, "dp": 0, "tp": 0}), PROGRAM, LANES, set(), Path("none"))
+    rank = RankTrace(0, Coordinate({"pp": 0, "dp": 0, "cp": 0, "tp": 0}), PROGRAM, LANES, set(), Path("none"))
     found = [(span.lane, span.name, span.waits) for span in spans(rank, trace)]
     assert found == [("recv 0 act", str(PROGRAM[0]), False),
                      ("compute", f"wait {PROGRAM[0]}", True), ("compute", str(PROGRAM[1]), False),
@@ -42,7 +42,7 @@ def test_jobs_are_drawn_where_lanes_did_them(monkeypatch):
     """A copy that is issued at once and comes later; moved with the clock of its rank."""
     program = [Instruction(Op.OFFLOAD, 0, kind="gprev"), Instruction(Op.CLIP)]
     trace = Trace("train", 5.0, [0.0, 0.25], [0.0, 0.25], [0.125, 0.5], total_s=0.75, ran=[Ran(0, 0.25, 0.5)])
-    rank = RankTrace(0, Coordinate({"pp": 0, "dp": 0, "tp": 0}), program, ["d2h", "compute"], set(),
+    rank = RankTrace(0, Coordinate({"pp": 0, "dp": 0, "cp": 0, "tp": 0}), program, ["d2h", "compute"], set(),
                      Path("none"))
     assert [(span.lane, span.begin, span.end) for span in spans(rank, trace)] == [
         ("d2h", 0.25, 0.75), ("compute", 0.25, 0.5)]

@@ -28,7 +28,7 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)  # what is started here must not se
 
 def pytest_addoption(parser):
     parser.addoption("--tier", choices=list(BUDGET_S), help="one tier's tests (tests/tiers.py)")
-    parser.addoption("--sample", action="store_true", help="a third of the cases of a test that has many")
+    parser.addoption("--sample", type=int, default=1, help="one of so many cases of a test that has many")
 
 
 def pytest_ignore_collect(collection_path, config):
@@ -42,7 +42,7 @@ def pytest_ignore_collect(collection_path, config):
 
 
 def pytest_collection_modifyitems(config, items):
-    chosen = sample(items) if config.getoption("sample") else [*items]
+    chosen = sample(items, config.getoption("sample"))
     if tier := config.getoption("tier"):
         # What has fake GPUs in `make verify` does not run there on the CPU, too.
         elsewhere = tier == "verify" and not build.missing()

@@ -3,7 +3,7 @@
     make test     core: tests/plan, tests/data, tests/*.py, and what is marked `core`; at every change
     make verify   what `make test` leaves out, but for `slow`; before a merge
                   (tests/loopback with fake GPUs, core or not; docs/fake-gpus.md). Of a test with more than
-                  MANY cases it runs a third, always the same
+                  MANY cases it runs one of four, with fake GPUs one of eight, always the same
     make matrix   everything, with the full products that are marked `slow`; when plans or numbers change
 
 A new test in another folder belongs to `make verify`. Mark it `core` if it guards what no core test guards,
@@ -37,13 +37,13 @@ def is_core(path: Path, marked: bool) -> bool:
     return marked or path.parent in CORE
 
 
-def sample(items: Sequence[Any]) -> list[Any]:
-    """Of the items of pytest, a third of each test with many cases."""
+def sample(items: Sequence[Any], share: int) -> list[Any]:
+    """Of the items of pytest, about one of `share` of each test with many cases."""
     def of(item: Any) -> str:
         return item.nodeid.partition("[")[0]
 
     cases = Counter(of(item) for item in items if item.get_closest_marker("slow") is None)
-    return [item for item in items if cases[of(item)] <= MANY or crc32(item.nodeid.encode()) % 3 == 0]
+    return [item for item in items if cases[of(item)] <= MANY or crc32(item.nodeid.encode()) % share == 0]
 
 
 def over_budget(tier: str, wall_s: float, processor_s: float, cores: int) -> tuple[str, bool]:

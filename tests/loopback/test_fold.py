@@ -113,7 +113,7 @@ def test_an_axis_whose_ranks_have_the_same_tokens(stage, references, monkeypatch
 
 def test_experts_span_axes_of_tokens(monkeypatch):
     add_axis(monkeypatch, "tokens")
-    assert mesh.FOLDS["ep"].axes == ("dp", "xp", "tp")
+    assert mesh.FOLDS["ep"].axes == ("dp", "cp", "xp", "tp")
     here = Mesh(dp=2, xp=2, tp=2, ep=8)
     assert here.groups("ep") == [tuple(range(8))] and here.group("edp", 3) == (3,)
 
@@ -201,10 +201,10 @@ def test_copies_are_saved_once(axes, tmp_path, references, monkeypatch):
 def test_search():
     """Every layout is one whose ranks the fold divides, and is timed as its whole plan is."""
     base = with_fp(2, "train.global_batch_size=64", "run.device=auto")
-    result = Search(base, H100, 1 << 36).run(4, {})
+    result, alone = (Search(base, H100, 1 << 36).run(4, fixed) for fixed in ({}, {"pp": 1}))
     assert result.timed and result.dropped[NO_FOLD]
-    assert {2, 4} <= {found.layout.tp * found.layout.dp for found in result.timed}
-    for found in result.timed[:10]:
+    assert {each.layout.tp * each.layout.dp * each.layout.cp for each in alone.timed} == {4}
+    for found in (*result.timed[:10], *alone.timed[:5]):
         config = checked(config_of(found.layout, base))
         assert not fold_problem("fp", 2, config.axis_sizes, config.shard_size)
         assert found.step_s == pytest.approx(full_s(config, H100), rel=0.02)

@@ -100,7 +100,7 @@ def test_start_up_of_a_rank(fake, monkeypatch):
     assert len(fake) <= collectives + channels + mesh.size // mesh.positions  # tie: of the two ends
     assert sum(fake) < 8 * mesh.size, "a rank looks at more members than a few times the ranks"
     assert {name: group.size() for name, group in comm.groups.items()} == {
-        "tp": 8, "dp": 64, "tie": 1, "world": 4096}
+        "tp": 8, "cp": 1, "dp": 64, "tie": 1, "world": 4096}
     assert len(comm.channels) == 4  # this position's neighbours, both ways
     comm.close()
 

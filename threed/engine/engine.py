@@ -8,8 +8,9 @@ its waiting by itself. Loopback runs the same engine on threads.
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -143,11 +144,11 @@ class Engine:
         """Run a program that has a CLIP. RunError as from `_run`."""
         trace = self._run(name, batch)
         clipped = self.slots.get(Slot(SlotKind.SCALE))
-        clipped.waits = partial(self._waits, name)
+        clipped.waits = partial(_waits, weakref.proxy(self), name)  # (the result is in the engine's slots)
         return clipped, trace
 
     @contextmanager
-    def _waits(self, name: str) -> Iterator[None]:
+    def waits(self, name: str) -> Iterator[None]:
         """The host waits for CLIP of a program that it has issued. A failure is raised as in `_run`."""
         if self.current is not None:  # a program is under way, which says where the rank is
             yield
@@ -331,3 +332,11 @@ def _keeping(table: Table, states: Mapping[int, UnitState], saving: SavingPolicy
 
 def _some(ranks: list[int]) -> str:
     return ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+
+
+def _waits(engine: Engine, name: str) -> AbstractContextManager[object]:
+    """As `Engine.waits`; of an engine that is gone there is nothing to say."""
+    try:
+        return engine.waits(name)
+    except ReferenceError:
+        return nullcontext()

@@ -14,7 +14,7 @@ from tests.harness import EXPERTS, assert_contract, batches, tiny
 from tests.loopback.test_axis import train
 from tests.loopback.test_measure import shown
 from tests.loopback.test_traffic import check
-from threed.base.errors import ThreedError
+from threed.base.errors import ConfigError, ThreedError
 from threed.comm.group import Comm
 from threed.comm.process import initialized
 from threed.config.load import checked
@@ -237,15 +237,24 @@ FAMILIES = {"gpt": [], "learned": ["model.position=learned"], "llama": LLAMA, "d
             "balanced": ["model.family=moe", "model.experts=4", "model.balance=sequence"]}
 
 
+WITH_EXPERTS = "experts", "capacity", "balanced"
+MESHES = {"alone": [], "tp": TP, "sp": [*TP, *SP]}
+COSTED = [(name, mesh) for name in FAMILIES for mesh in MESHES if mesh != "tp" or name not in WITH_EXPERTS]
+
+
+@pytest.mark.parametrize("name", WITH_EXPERTS)
+def test_experts_over_tp_need_sequence_parallelism(name):
+    """What COSTED leaves out, no config may ask for."""
+    with pytest.raises(ConfigError, match=r"parallel\.sequence_parallel=false with parallel\.tp=2"):
+        checked(tiny(*SMALL, "parallel.cp=2", *FAMILIES[name], *MESHES["tp"]))
+
+
 @pytest.mark.parametrize("pieces", [(), ("attention",)])
-@pytest.mark.parametrize("mesh", [[], TP, [*TP, *SP]], ids=["alone", "tp", "sp"])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name, mesh", COSTED)
 def test_layers_cost_what_they_declare(name, mesh, pieces):
     """Bytes that are gathered and summed over cp included. Attention's products count all keys, of which
     those behind a chunk are not computed."""
-    if name in ("experts", "capacity", "balanced") and mesh == TP:
-        pytest.skip("experts need sequence parallelism over tp")
-    config = tiny(*SMALL, "parallel.cp=2", *FAMILIES[name], *mesh)
+    config = tiny(*SMALL, "parallel.cp=2", *FAMILIES[name], *MESHES[mesh])
     share = share_of(config)
     for index, layer in enumerate(layers_of(config)[:2]):
         with initialized():

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -144,24 +144,8 @@ class Engine:
         """Run a program that has a CLIP. RunError as from `_run`."""
         trace = self._run(name, batch)
         clipped = self.slots.get(Slot(SlotKind.SCALE))
-        clipped.waits = partial(_waits, weakref.proxy(self), name)  # (the result is in the engine's slots)
+        clipped.waits = partial(_waits, weakref.ref(self), name)  # (the engine's slots have the result)
         return clipped, trace
-
-    @contextmanager
-    def waits(self, name: str) -> Iterator[None]:
-        """The host waits for CLIP of a program that it has issued. A failure is raised as in `_run`."""
-        if self.current is not None:  # a program is under way, which says where the rank is
-            yield
-            return
-        program = self.plan.programs[name][self.position]
-        clip = next(index for index, item in enumerate(program) if item.op == Op.CLIP)
-        self.current = name, clip, time.monotonic()
-        try:
-            yield
-        except Exception as error:
-            raise self._failure(error) from error
-        finally:
-            self.current = None
 
     def _run(self, name: str, batch: Callable[[int], Batch]) -> Trace:
         """Run a program once. A failure is raised as RunError, with the instruction, its neighbours and the
@@ -334,9 +318,18 @@ def _some(ranks: list[int]) -> str:
     return ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
 
 
-def _waits(engine: Engine, name: str) -> AbstractContextManager[object]:
-    """As `Engine.waits`; of an engine that is gone there is nothing to say."""
+@contextmanager
+def _waits(engine: weakref.ref[Engine], name: str) -> Iterator[None]:
+    """The host waits for CLIP of a program that an engine has issued. A failure is raised as in `_run`."""
+    of = engine()
+    if of is None or of.current is not None:  # a program is under way, which says where the rank is
+        yield
+        return
+    clip = next(index for index, item in enumerate(of.plan.programs[name][of.position]) if item.op == Op.CLIP)
+    of.current = name, clip, time.monotonic()
     try:
-        return engine.waits(name)
-    except ReferenceError:
-        return nullcontext()
+        yield
+    except Exception as error:
+        raise of._failure(error) from error
+    finally:
+        of.current = None

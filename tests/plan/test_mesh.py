@@ -8,8 +8,9 @@ import pytest
 
 from threed.base.mesh import AXES, GROUPS, GroupRow, Mesh, across_runs, in_runs
 
-MESHES = [Mesh(order, pp=pp, dp=dp, tp=tp) for pp, dp, tp in product((1, 2, 3, 4), (1, 2, 4), (1, 2, 3))
-          for order in permutations(AXES)]
+MESHES = [*(Mesh(order, pp=pp, dp=dp, tp=tp) for pp, dp, tp in product((1, 2, 3, 4), (1, 2, 4), (1, 2, 3))
+            for order in permutations(("pp", "dp", "tp"))),
+          *(Mesh(order, pp=2, dp=3, cp=2, tp=2) for order in permutations(AXES))]
 
 
 @pytest.mark.parametrize("order", list(permutations(AXES)))

@@ -104,7 +104,7 @@ def test_merged_trace(traced, tmp_path):
     events = json.loads(file.read_text())["traceEvents"]
     plan = make_plan(load_config(traced))
     names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
-    assert names[5] == "rank 5 pp1 dp0 cp0 tp1" and len(names) == 8
+    assert names[5] == "rank 5 pp1 dp0 tp1" and len(names) == 8
     complete = [event for event in events if event["ph"] == "X"]
     assert min(event["ts"] for event in complete) == 0 and min(event["dur"] for event in complete) >= 0
     lanes = {(event["pid"], event["tid"]): event["args"]["name"] for event in events

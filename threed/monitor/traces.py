@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from threed.base.errors import InputError
-from threed.base.mesh import AXES, Coordinate
+from threed.base.mesh import AXES, QUIET, Coordinate
 from threed.base.quantity import many
 from threed.devices import device_of
 from threed.monitor.lines import cut
@@ -97,7 +97,8 @@ class TraceWriter:
         links = self._analysis.links_at("train", here.position)
         rows = [(str(item), form.effect.lane, *item)
                 for item, form in zip(links.program, links.forms, strict=True)]
-        return json.dumps({"rank": self._comm.rank, **here.on, "world_size": self._comm.mesh.size,
+        axes = {axis: here.on[axis] for axis in here.shown or AXES}
+        return json.dumps({"rank": self._comm.rank, **axes, "world_size": self._comm.mesh.size,
                            "digest": self._analysis.digest, "first_step": self._first_step,
                            "columns": COLUMNS, "train": rows}, separators=(",", ":")) + "\n"
 
@@ -240,7 +241,9 @@ def _header(line: str, where: str) -> _Header:
         if tuple(values["columns"]) != COLUMNS:
             raise ValueError("the columns are of another version of threed")
         rows = values["train"]
-        return _Header(Coordinate({axis: int(values[axis]) for axis in AXES}),
+        shown = [axis for axis in AXES if axis in values or axis not in QUIET]
+        on = {axis: int(values[axis]) if axis in shown else 0 for axis in AXES}
+        return _Header(Coordinate(on, shown),
                        [_instruction(*fields) for _, _, *fields in rows], [str(lane) for _, lane, *_ in rows],
                        str(values["digest"]), int(values["world_size"]), int(values["first_step"]))
     except (ValueError, TypeError, KeyError, AttributeError) as error:

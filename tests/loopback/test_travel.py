@@ -198,7 +198,7 @@ BAD = {
     "no reader": ("reads = ()", r"layer a sends 'rows', which becomes 'came', but no later layer reads"),
     "two readers": ("third = ('came',)", r"2 layers read 'came', which layer a sends"),
     "no such group": ("over = 'xp'", r"layer a: 'rows' travels over 'xp', which is no group inside a "
-                                     r"pipeline position; there are tp, dp, shard"),
+                                     r"pipeline position; there are tp, cp, dp, shard"),
     "across positions": ("over = 'tie'", r"travels over 'tie', which is no group inside a pipeline position"),
     "messages": ("over = 'pp'", r"travels over 'pp', which is no group inside"),
     "what left": ("reads = ('rows',)", r"layer b reads 'rows', which leaves for other ranks: let it"),

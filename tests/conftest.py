@@ -28,7 +28,7 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)  # what is started here must not se
 
 def pytest_addoption(parser):
     parser.addoption("--tier", choices=list(BUDGET_S), help="one tier's tests (tests/tiers.py)")
-    parser.addoption("--sample", type=int, default=1, help="one of so many cases of a test that has many")
+    parser.addoption("--cases", type=int, help="of a test with more, so many and an eighth of the others")
 
 
 def pytest_ignore_collect(collection_path, config):
@@ -42,7 +42,8 @@ def pytest_ignore_collect(collection_path, config):
 
 
 def pytest_collection_modifyitems(config, items):
-    chosen = sample(items, config.getoption("sample"))
+    cases = config.getoption("cases")
+    chosen = list(items) if cases is None else sample(items, cases)
     if tier := config.getoption("tier"):
         # What has fake GPUs in `make verify` does not run there on the CPU, too.
         elsewhere = tier == "verify" and not build.missing()

@@ -3,7 +3,8 @@
     make test     core: tests/plan, tests/data, tests/*.py, and what is marked `core`; at every change
     make verify   what `make test` leaves out, but for `slow`; before a merge
                   (tests/loopback with fake GPUs, core or not; docs/fake-gpus.md). Of a test with more than
-                  MANY cases it runs one of four, with fake GPUs one of eight, always the same
+                  six cases (with fake GPUs, four) it runs six and an eighth of the others, always
+                  the same
     make matrix   everything, with the full products that are marked `slow`; when plans or numbers change
 
 A new test in another folder belongs to `make verify`. Mark it `core` if it guards what no core test guards,
@@ -13,7 +14,7 @@ in a second or two. Tests marked `cluster` run in none of the three.
 from __future__ import annotations
 
 import os
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ CORE = (TESTS, TESTS / "plan", TESTS / "data")  # folders of which every test is
 # divided by CORES counts: other work on the machine is not the tests' fault.
 BUDGET_S = {"test": 300, "verify": 35 * 60, "matrix": 3 * 3600}
 CORES = 2
-MANY = 16  # cases of a test
+SHARE = 8  # of a test with many cases, one of so many runs
 
 
 def runs(tier: str, core: bool) -> bool:
@@ -37,13 +38,17 @@ def is_core(path: Path, marked: bool) -> bool:
     return marked or path.parent in CORE
 
 
-def sample(items: Sequence[Any], share: int) -> list[Any]:
-    """Of the items of pytest, about one of `share` of each test with many cases."""
-    def of(item: Any) -> str:
-        return item.nodeid.partition("[")[0]
-
-    cases = Counter(of(item) for item in items if item.get_closest_marker("slow") is None)
-    return [item for item in items if cases[of(item)] <= MANY or crc32(item.nodeid.encode()) % share == 0]
+def sample(items: Sequence[Any], cases: int) -> list[Any]:
+    """Of pytest's items, `cases` of each test and one of SHARE of its others, always the same."""
+    tests: defaultdict[str, list[Any]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("slow") is None:
+            tests[item.nodeid.partition("[")[0]].append(item)
+    chosen = set()
+    for each in tests.values():
+        each.sort(key=lambda item: crc32(item.nodeid.encode()))
+        chosen.update(each[:cases + max(0, len(each) - cases) // SHARE])
+    return [item for item in items if item in chosen]
 
 
 def over_budget(tier: str, wall_s: float, processor_s: float, cores: int) -> tuple[str, bool]:

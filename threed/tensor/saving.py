@@ -87,8 +87,8 @@ class SavingPolicy:
             if _view_of(tensor) == _view_of(output):
                 return _Recipe(make)
         for place in places:
-            offset = tensor.data_ptr() - place.start.data_ptr()
-            if 0 <= offset < place.start.nbytes and tensor.device == place.start.device:
+            offset = _offset(tensor, place.start)
+            if 0 <= offset < place.start.nbytes:
                 return _Part(place.again, offset // tensor.itemsize, tensor.shape, tensor.stride(),
                              tensor.dtype, tensor.device)
         # An operation's own result would hold the operation, which holds what it saves: a ring that nobody
@@ -105,6 +105,20 @@ class SavingPolicy:
             whole = kept.again()
             return whole.as_strided(kept.size, kept.stride, whole.storage_offset() + kept.offset)
         return kept
+
+
+def _offset(tensor: torch.Tensor, start: torch.Tensor) -> int:
+    """Bytes from the start of some memory to a tensor; -1 in other memory. (Tensors without memory have
+    storages, but no addresses.)"""
+    if tensor.untyped_storage()._cdata != start.untyped_storage()._cdata:
+        return -1
+    return tensor.storage_offset() * tensor.itemsize - start.storage_offset() * start.itemsize
+
+
+def widen_gradient(leaf: torch.Tensor) -> None:
+    """Let autograd add up a leaf's gradient in fp32, whatever the dtype of the leaf."""
+    if leaf.dtype != torch.float32:
+        leaf.grad_dtype = torch.float32
 
 
 def _view_of(tensor: torch.Tensor) -> object:

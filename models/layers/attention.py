@@ -150,12 +150,22 @@ class Attention(Part):
     def forward(self, x_sBD: torch.Tensor, batch: Batch,
                 qk_scales: torch.Tensor | None = None) -> torch.Tensor:
         """`qk_scales`: the weights of the norms, from the first tile, [2, E]."""
-        scales = () if not self.model.qk_norm else (
-            self.norms.weights() if self.norms is not None else tuple(qk_scales))  # pyright: ignore
+        scales = self.scales(qk_scales)
         return self.out(self.context.saving.through(PIECE, self._core, self.qkv(x_sBD), batch, *scales))
+
+    def scales(self, given: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+        """The weights of the norms of queries and of keys, if there are any. `given`: from the first tile."""
+        if not self.model.qk_norm:
+            return ()
+        return self.norms.weights() if self.norms is not None else tuple(given)  # pyright: ignore
 
     def _core(self, qkv: torch.Tensor, batch: Batch, *scales: torch.Tensor) -> torch.Tensor:
         """[S, B, queries, keys and values of this rank], weights of two norms [E] -> [S, B, N x E]."""
+        q, k, v = self.heads(qkv, batch, *scales)
+        return joined(self._attend(q, k, v, batch))
+
+    def heads(self, qkv: torch.Tensor, batch: Batch, *scales: torch.Tensor) -> Sequence[torch.Tensor]:
+        """The same -> queries [B, N, S, E], keys and values [B, K, S, E], normed and rotated."""
         seq, size = qkv.shape[:2]
         model = self.model
         heads = model.num_kv_heads // self.context.group.size() // self.tile.count
@@ -169,8 +179,7 @@ class Attention(Part):
                               for part, scale in zip((q_BNSE, k_BKSE), scales, strict=True))
         if model.position == "rotary":
             q_BNSE, k_BKSE = (self.context.rotate(each, batch) for each in (q_BNSE, k_BKSE))
-        x_BNSE = self._attend(q_BNSE, k_BKSE, v_BKSE, batch)
-        return x_BNSE.permute(2, 0, 1, 3).reshape(seq, size, -1)
+        return q_BNSE, k_BKSE, v_BKSE
 
     def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch) -> torch.Tensor:
         probability, queries = self.model.attention_dropout, self.model.heads // self.model.num_kv_heads
@@ -199,6 +208,11 @@ class Attention(Part):
         parts = [torch.full((len(run), seq), -torch.inf, dtype=q.dtype, device=q.device).triu(run.start + 1)
                  for run in self.context.places.own]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def joined(x_BNSE: torch.Tensor) -> torch.Tensor:
+    """Attention's output, as the projection behind it reads it: [S, B, N x E]."""
+    return x_BNSE.permute(2, 0, 1, 3).flatten(2)
 
 
 def _of_heads(runs: Sequence[range], first: int, heads: int, seq: int) -> tuple[range, ...]:

@@ -22,7 +22,6 @@ from threed.extend import (
     torch,
 )
 
-
 GATHERS = "gather", "again"
 
 

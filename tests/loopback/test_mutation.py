@@ -70,6 +70,7 @@ HOST = "offload.gradients=host"
 
 FULL, PARTITION, KEPT_CPU = ("activation.policy=full",), "activation.partition=true", "activation.offload=cpu"
 TRAVEL = "model.family=tests/families/travelling.py:TRAVELLING"
+OVERLAP = ("parallel.cp=2", "parallel.cp_overlap=true")
 AGAIN = "model.by=again"  # gathered twice
 IN_PARTS = "parallel.split_messages=on"
 TILES = ("model.tile_linears=256", "model.heads=4")
@@ -171,6 +172,10 @@ CASES = {
     "again": Case(80, 2, 2, dp=2, others=(TRAVEL, AGAIN, ZERO_2)),
     "again-full": Case(80, 1, 2, dp=2, others=(TRAVEL, AGAIN, *FULL, UNTIED)),
     "again-zb-h1-zero3": Case(60, 2, 3, dp=2, others=(TRAVEL, AGAIN, "parallel.schedule=zb-h1", ZERO_3)),
+    "overlap": Case(60, 2, 2, others=(*OVERLAP, UNTIED)),
+    "overlap-full-zb-h1-zero3": Case(60, 2, 2, others=(*OVERLAP, *FULL, "parallel.schedule=zb-h1", ZERO_3)),
+    "overlap-pair": Case(60, 1, 4, others=(*OVERLAP, UNTIED, "parallel.pair=true", "parallel.schedule=zb-v",
+                                           ZERO_2)),
     "experts-pair": Case(60, 2, 3, dp=2, others=(*EXPERTS, SHARED, "parallel.pair=true", ZERO_2)),
     "experts-pair-zb-v-full-zero3": Case(60, 2, 3, dp=2, others=(
         *EXPERTS, *FULL, "parallel.schedule=zb-v", "parallel.pair=true", ZERO_3)),
@@ -275,7 +280,7 @@ def run(config: Config, plan: Plan) -> Ranks:
 
 
 LANES = ("at once", "beside", "late")  # when a lane's jobs run; all of a run's are alike
-LATE = ("dp", "ep", "d2h", "h2d", "read", "write", "host")
+LATE = ("dp", "ep", "keys", "d2h", "h2d", "read", "write", "host")
 
 
 class LateLane(ThreadLane):
@@ -390,7 +395,7 @@ def of_trips(program: Sequence[Instruction]) -> Iterator[tuple[bool, list[Instru
 
 
 @pytest.mark.parametrize("name", ["experts", "experts-full-zero2", "experts-zb-h1-zero3", "again",
-                                  "again-full", "again-zb-h1-zero3"])
+                                  "again-full", "again-zb-h1-zero3", "overlap"])
 def test_every_trip(name, monkeypatch):
     """Few of these edits are accepted, each of another order; they train as the plan does."""
     monkeypatch.setattr(loopback, "TIMEOUT_S", 30.0)

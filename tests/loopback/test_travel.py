@@ -15,7 +15,6 @@ from threed.comm.group import Comm
 from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
 from threed.extend import layers_of, measured_cost
-from threed.features.pipeline import run
 from threed.planner import make_mesh, make_plan
 from threed.prediction import transient
 from threed.prediction.transient import temporaries_of
@@ -26,6 +25,7 @@ from threed.program.instruction import COMPUTE, Instruction, Op, Slot
 from threed.program.traffic import sent_by
 from threed.schedules.orders import SCHEDULES
 from threed.schema import Config, ModelConfig
+from threed.tensor import leaves
 
 FAMILY = "model.family=tests/families/travelling.py:TRAVELLING"
 SMALL = ["model.layers=2", "model.hidden=16", "model.heads=4", "model.seq_len=8", "model.vocab=30",
@@ -144,8 +144,7 @@ def test_what_comes_twice_is_freed_by_forward():
     table, items = plan.table, plan.programs["train"][0]
     kinds = [table.size(Slot(kind, 1)) for kind in ("sent", "came", "gsent", "gcame")]
     assert kinds == [kinds[0] * times for times in (1, 2, 2, 4)]
-    gather, back = (Instruction(op, 1, 0, kind, group="dp")
-                    for op, kind in ((Op.GATHER, "sent"), (Op.REDUCE, "gcame")))
+    gather = Instruction(Op.GATHER, 1, 0, "sent", group="dp")
     first, second = (index for index, item in enumerate(items) if item == gather)
     before = next(item for item in reversed(items[:second]) if item.op in COMPUTE)
     assert before == Instruction(Op.BACKWARD, 5, 0)  # of the block above
@@ -166,7 +165,7 @@ def test_a_backward_without_its_second_gather_is_refused():
     items = list(plan.programs["train"][0])
     gather = Instruction(Op.GATHER, 1, 0, "sent", group="dp")
     del items[max(index for index, item in enumerate(items) if item == gather)]
-    with pytest.raises(PlanError, match=r"reads 'came u1 m0', which is not alive\n(.*\n)*  > +\d+  BACKWARD_I"):
+    with pytest.raises(PlanError, match=r"reads 'came u1 m0', which is not alive\n(.*\n)* +> +\d+  BACKW"):
         check(replace(plan, programs={"train": [tuple(items)]}))
 
 
@@ -222,9 +221,9 @@ def test_spent_but_needed(more, tmp_path):
 @pytest.mark.parametrize("rows", [0, 3])
 def test_gradients_of_what_is_spent(rows):
     """They can be read as bits, also where no row came."""
-    x, leaf = torch.randn(rows, 6), run._like(torch.empty(rows, 6))
+    x, leaf = torch.randn(rows, 6), leaves.like(torch.empty(rows, 6))
     assert leaf.untyped_storage().nbytes() <= 4
-    (run._Spent.apply(leaf, x) * 2).backward(torch.ones(rows, 6))
+    (leaves.spent(leaf, x) * 2).backward(torch.ones(rows, 6))
     assert leaf.grad is not None and torch.equal(leaf.grad, torch.full((rows, 6), 2.0))
     assert leaf.grad[:, 2:].view(torch.int16).shape == (rows, 8)
 

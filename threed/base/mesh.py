@@ -257,8 +257,8 @@ class Mesh:
 
     `order`: its axes, outermost first; empty: as in AXES. `shard`: ranks a shard group; None: all of dp.
     `sizes`: ranks along each axis, those of FOLDS included, 1 where an axis is not named. `folded`: the axes
-    of FOLDS over which the model has parameters; None: those in `sizes`. `extra`: groups that it needs besides
-    those of all meshes. ValueError where they do not fit together.
+    of FOLDS over which the model has parameters; None: those in `sizes`. `extra`: groups that it needs
+    besides those of all meshes. ValueError where they do not fit together.
     """
 
     def __init__(self, order: tuple[str, ...] = (), shard: int | None = None,

@@ -43,7 +43,8 @@ def validate(config: Config, world_size: int | None = None) -> list[Problem]:
         config = replace(config, precision=PrecisionConfig())
     if not wrong & {"model", "parallel"}:
         of_model = list(_check_model(config))
-        of_layers = unsound(config.model) or ([] if of_model else list(_check_tiling(config)))
+        of_layers = unsound(config.model) or ([] if of_model else [*_check_tiling(config),
+                                                                   *_check_overlap(config)])
         problems += [*of_model, *of_layers, *check_parallel(config, world_size)]
         sound = not of_layers and not (of_model and config.model.tile_linears is not None)
         problems += [*check_folds(config), *check_pair(config), *check_stages(config)] if sound else []
@@ -108,6 +109,29 @@ def _check_tokens(config: Config) -> Iterator[Problem]:
         cut = f" and parallel.tp={tp}" if tp > 1 else ""
         yield Problem.of("model.seq_len", f"={seq} with {axes}{cut}: each rank has two equal chunks of a "
                          f"sequence{', and equal parts of them' * (tp > 1)}; take a multiple of {parts}")
+
+
+def _check_overlap(config: Config) -> Iterator[Problem]:
+    """Keys and values can travel between two units."""
+    parallel, dropout = config.parallel, config.model.attention_dropout
+    if not parallel.cp_overlap:
+        return
+    if parallel.cp == 1:
+        yield Idle.of("parallel.cp_overlap", "=true needs parallel.cp above 1: without it no keys travel; "
+                      "leave it out")
+    if parallel.layers_per_unit > 1:
+        yield Problem.of("parallel.cp_overlap", f"=true with parallel.layers_per_unit="
+                         f"{parallel.layers_per_unit}: attention becomes two units, between which keys "
+                         "travel, and the other makes several blocks one; leave one of the two out")
+    elif dropout:
+        yield Problem.of("parallel.cp_overlap", f"=true with model.attention_dropout={dropout}: attention "
+                         "with dropout keeps the keys of all tokens until backward, so that nothing would be "
+                         "gathered again; leave one of the two out")
+    elif config.model.tile_linears is None:  # where there are tiles, `_check_tiling` cuts the layers
+        try:
+            cut_layers(config)
+        except InputError as error:
+            yield Problem("parallel.cp_overlap", str(error))
 
 
 def _check_scaling(model: ModelConfig) -> Iterator[Problem]:

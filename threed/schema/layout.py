@@ -80,6 +80,8 @@ class ParallelConfig:
                                   "sequence")
     cp: int = key(1, "context-parallel ranks, which share each sequence: each has a part of its tokens",
                   least=1)
+    cp_overlap: bool = key(False, "attention is two units, and keys and values travel between them, beside "
+                           "other computation; backward gathers them again")
     ep: int = key(1, "expert-parallel ranks: runs of ranks of dp x tp, each of which holds all experts of a "
                   "layer", least=1)
     pair: bool = key(False, "a forward and a backward of different micro-batches are computed together, so "

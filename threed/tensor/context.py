@@ -19,6 +19,7 @@ from threed.tensor import fused_loss
 from threed.tensor.documents import Documents, attend, outside, rotate_at
 from threed.tensor.fused import Fused, rotate
 from threed.tensor.fused_loss import CHUNK, Chunks, LossKernels
+from threed.tensor.gathered import attend_to_gathered
 from threed.tensor.keys import Shared, attend_to_all, keys_of_all
 from threed.tensor.layers import (
     ColumnParallelLinear,
@@ -129,6 +130,7 @@ class Context:
     numbers = staticmethod(numbers)
     outside = staticmethod(outside)
     keys_of_all = staticmethod(keys_of_all)
+    attend_to_gathered = staticmethod(attend_to_gathered)
     experts: ClassVar[Any] = expert_operations  # of layers with experts
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.utils.checkpoint import checkpoint
+
+T = TypeVar("T")
 
 
 class UnsavedMemory(NamedTuple):
@@ -61,7 +63,7 @@ class SavingPolicy:
         finally:
             del self._recipes[before:]
 
-    def through(self, piece: str, function: Callable[..., torch.Tensor], *inputs: Any) -> torch.Tensor:
+    def through(self, piece: str, function: Callable[..., T], *inputs: Any) -> T:
         """function(*inputs), which saves only its inputs if pieces of this kind are computed again."""
         if not self.again(piece):
             return function(*inputs)
@@ -69,8 +71,13 @@ class SavingPolicy:
 
     def keeping(self, places: Sequence[UnsavedMemory]) -> AbstractContextManager[Any]:
         """The context of a unit's forward."""
-        return torch.autograd.graph.saved_tensors_hooks(lambda t: self._pack(t, places), self._unpack) \
-            if places or self.pieces else nullcontext()
+        return self._hooked([*places]) if places or self.pieces else nullcontext()
+
+    @contextmanager
+    def _hooked(self, places: list[UnsavedMemory]) -> Iterator[None]:
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: self._pack(t, places), self._unpack):
+            yield
+        places.clear()  # autograd holds the hooks until backward
 
     @contextmanager
     def without_parameters(self) -> Iterator[None]:
@@ -112,13 +119,7 @@ def _offset(tensor: torch.Tensor, start: torch.Tensor) -> int:
     storages, but no addresses.)"""
     if tensor.untyped_storage()._cdata != start.untyped_storage()._cdata:
         return -1
-    return tensor.storage_offset() * tensor.itemsize - start.storage_offset() * start.itemsize
-
-
-def widen_gradient(leaf: torch.Tensor) -> None:
-    """Let autograd add up a leaf's gradient in fp32, whatever the dtype of the leaf."""
-    if leaf.dtype != torch.float32:
-        leaf.grad_dtype = torch.float32
+    return int(tensor.storage_offset() * tensor.itemsize - start.storage_offset() * start.itemsize)
 
 
 def _view_of(tensor: torch.Tensor) -> object:

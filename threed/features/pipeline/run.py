@@ -29,11 +29,12 @@ from threed.program.instruction import WHOLES, Instruction, Op, Slot, SlotKind
 from threed.program.slots import Late, Slots
 from threed.program.table import Table
 from threed.schema import Config
+from threed.tensor import leaves as leaves_of
 from threed.tensor.context import Batch, Context
 from threed.tensor.halves import ByGraph, Halves
 from threed.tensor.loss_sum import addend
 from threed.tensor.packing import Packed, PackedStream, Packs, Whole
-from threed.tensor.saving import UnsavedMemory, widen_gradient
+from threed.tensor.saving import UnsavedMemory
 
 
 class KeptInputs(Protocol):
@@ -88,30 +89,7 @@ class SavedGraph(NamedTuple):
     # parameter trains, and no input has a gradient.
     roots: list[Any]
     # Of what has come, and comes again: where the graph finds it while BACKWARD runs.
-    again: dict[Slot, Late] = {}
-
-
-class _Spent(torch.autograd.Function):
-    """A leaf with the values of another tensor, which the graph does not hold unless a node of it does."""
-
-    @staticmethod
-    def forward(ctx: Any, leaf: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grads[0], None
-
-
-def _like(tensor: torch.Tensor) -> torch.Tensor:
-    """A leaf of the same shape and dtype, without memory of its own."""
-    return _hollow(tensor).requires_grad_()
-
-
-def _hollow(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same shape and dtype without memory. (A gradient has the strides of its leaf where
-    there is nothing in it.)"""
-    return tensor.new_empty(()).expand(tensor.shape) if tensor.numel() else torch.empty_like(tensor)
+    again: dict[Slot, Late]
 
 
 def built(config: Config, table: Table, units: Iterable[int], context: Context,
@@ -231,18 +209,16 @@ class PipelineRun:
         about = {Slot(each.name, each.unit, microbatch): each for each in self.table.units[unit].reads}
         graded = {slot for slot, each in about.items() if each.grad}
         spent = {slot for slot, each in about.items() if each.spent}
-        reads = {slot: _like(value) if slot in spent else value.detach().requires_grad_(slot in graded)
-                 for slot, value in given.items()}
         again = {slot: Late() for slot, each in about.items() if each.again}
-        unsaved = [UnsavedMemory(reads[slot].detach(), late.get) for slot, late in again.items()]
-        for slot in again:
-            widen_gradient(reads[slot])
+        reads = {slot: leaves_of.like(value) if slot in spent else leaves_of.wide(value) if slot in again else
+                 value.detach().requires_grad_(slot in graded) for slot, value in given.items()}
+        unsaved = [UnsavedMemory(given[slot], late.get) for slot, late in again.items()]
         with torch.enable_grad(), self.keeping(unit, unsaved):
-            inputs = {slot: _Spent.apply(leaf, given[slot]) if slot in spent else leaf
+            inputs = {slot: leaves_of.spent(leaf, given[slot]) if slot in spent else leaf
                       for slot, leaf in reads.items()}
             output = self._compute(unit, batch, value, inputs)
-        for slot in again:
-            reads[slot].data = _hollow(reads[slot])  # its values are freed, and come again
+        for slot in again:  # its values are freed, and come again
+            leaves_of.free(reads[slot])
         roots = self.stream(unit).roots(output.x) if unit < self.table.last else []
         roots += [output.makes[each.name] for each in self.table.units[unit].makes if each.grad]
         roots += [] if (trained := _sum(output.loss, output.penalty)) is None else [trained]

@@ -40,6 +40,7 @@ from threed.prediction import transient
 from threed.program.analysis import Analysis
 from threed.program.check import check
 from threed.program.instruction import Instruction, Op, Slot
+from threed.program.traffic import sent_by
 from threed.schema import Config
 from threed.spec.kernels import Product
 from threed.spec.parameter import Cost
@@ -151,10 +152,12 @@ def test_counted_is_planned(size, cell):
 
 
 def test_bytes_of_a_step():
-    """What the form keys sends without overlap."""
-    cells = [*LLAMA, *BF16]
-    sent = [loopback(make(4, *cells), 1).sent[0]["cp"] for make in (with_cp, overlapped)]
-    assert sent[0] == sent[1] > 0
+    """What is sent without overlap, but for the last block of each micro-batch: its backward is the next to
+    need keys, and finds them there."""
+    off, on = (loopback(make(4, *LLAMA, *BF16), 1).sent[0]["cp"] for make in (with_cp, overlapped))
+    plan = make_plan(overlapped(4, *LLAMA, *BF16))
+    gather = Instruction(Op.GATHER, 1, 0, "kv", group="keys")
+    assert off - on == plan.table.num_microbatches * sent_by(plan.table, gather)["cp"] > 0
 
 
 # ---------------------------------------------------------------- memory
@@ -251,7 +254,8 @@ def test_a_backward_without_its_second_gather_is_refused():
 
 
 def test_gathers_of_backward_come_ahead():
-    """Each while the unit above computes; and a gradient goes back beside weights' halves."""
+    """Each while the unit above computes; and a gradient goes back beside weights' halves. The keys of the
+    last block, whose backward comes next, stay."""
     items = make_plan(overlapped(2, "model.layers=3")).programs["train"][0]
     first = next(index for index, item in enumerate(items) if item.op == Op.BACKWARD)
     assert [str(item) for item in items[first:first + 14]] == [
@@ -271,15 +275,14 @@ def test_late_lanes(name, monkeypatch, references):
     assert_contract(overlapped(2, *LATE[name]), references)
 
 
-def test_without_its_wait(monkeypatch):
-    """Each of the two gathers, and the reduction, is waited for."""
-    be_late(monkeypatch, seed=5, late=1.0, lanes=["keys"])
+def test_what_is_waited_for():
+    """The gather of forward, and the reduction, which is behind the gather of backward on their lane."""
     config = overlapped(2)
     order = Analysis(make_plan(config)).order("train", 0)
     program = make_plan(config).programs["train"][0]
     waited = {(program[index].op, program[need].op) for index, needs in enumerate(order.waits)
               for need in needs if need in order.jobs and program[need].of_slot}
-    assert waited >= {(Op.FORWARD, Op.GATHER), (Op.BACKWARD_INPUT, Op.GATHER), (Op.BACKWARD, Op.REDUCE)}
+    assert waited >= {(Op.FORWARD, Op.GATHER), (Op.BACKWARD, Op.REDUCE)}
 
 
 def test_graphs(monkeypatch, references):

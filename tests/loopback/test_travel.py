@@ -138,8 +138,9 @@ def test_twice_is_once(more):
         assert once.losses[0] == twice.losses[0]
 
 
-def test_what_comes_twice_is_freed_by_forward():
-    """And it is brought again while the backward before it computes: two at a time are there."""
+def test_what_comes_twice_is_released_behind_its_forward():
+    """And it is brought again while the backward before it computes: two at a time are there. Where that
+    backward comes next, it stays."""
     plan = make_plan(travelling(*FULL, "train.eval_every=1", "model.by=again", *BF16, "model.layers=3"))
     table, items = plan.table, plan.programs["train"][0]
     kinds = [table.size(Slot(kind, 1)) for kind in ("sent", "came", "gsent", "gcame")]
@@ -150,8 +151,10 @@ def test_what_comes_twice_is_freed_by_forward():
     assert before == Instruction(Op.BACKWARD, 5, 0)  # of the block above
     frees = {item: effects(item, table, 0).frees for item in items}
     came, sent = Slot("came", 1, 0), Slot("sent", 1, 0)
-    assert came in frees[items[first + 1]] and not frees[gather] and sent in frees[Instruction(
-        Op.BACKWARD, 1, 0)]
+    release = Instruction(Op.RELEASE, 1, 0, "came")
+    assert [items[first + 1].op, items[first + 2]] == [Op.FORWARD, release] and frees[release] == (came,)
+    assert not frees[gather] and sent in frees[Instruction(Op.BACKWARD, 1, 0)]
+    assert release._replace(unit=3) in items and release._replace(unit=5) not in items
     assert came in frees[Instruction(Op.BACKWARD_INPUT, 2, 0)]
     assert came not in frees[Instruction(Op.BACKWARD_WEIGHT, 2, 0)]
     alive = Analysis(plan).memory(0)

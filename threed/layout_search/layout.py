@@ -26,7 +26,7 @@ KEYS = {
     "reduce_every": "zero.reduce_every", "policy": "activation.policy", "every": "activation.every",
     "offload_activations": "activation.offload", "offload_optimizer": "offload.optimizer",
     "tile_linears": "model.tile_linears", "reduce_dtype": "precision.reduce_dtype", "ep": "parallel.ep",
-    "pair": "parallel.pair", "cp": "parallel.cp",
+    "pair": "parallel.pair", "cp": "parallel.cp", "cp_overlap": "parallel.cp_overlap",
 }
 
 
@@ -60,6 +60,7 @@ class Layout(NamedTuple):
     ep: int = 1
     pair: bool = False
     cp: int = 1
+    cp_overlap: bool = False
 
     @property
     def data_ranks(self) -> int:
@@ -68,8 +69,8 @@ class Layout(NamedTuple):
 
     @property
     def can_pair(self) -> bool:
-        """Whether it has exchanges and a schedule for `pair`."""
-        return self.ep > 1 and bool(SCHEDULES[self.schedule].paired)
+        """Whether it has what travels, and a schedule for `pair`."""
+        return (self.ep > 1 or self.cp_overlap) and bool(SCHEDULES[self.schedule].paired)
 
     @property
     def often(self) -> bool:
@@ -160,7 +161,8 @@ class Layout(NamedTuple):
 
     def text(self) -> str:
         """In a line: what a person would call it."""
-        more = f" cp {self.cp}" * (self.cp > 1) + f" ep {self.ep}" * (self.ep > 1)
+        overlap = " (overlap)" * self.cp_overlap
+        more = f" cp {self.cp}{overlap}" * (self.cp > 1) + f" ep {self.ep}" * (self.ep > 1)
         words = [f"tp {self.tp} pp {self.pp} dp {self.dp}{more}"]
         if self.axis_order != "pp-dp-tp":
             words.append(self.axis_order)
@@ -218,7 +220,7 @@ def config_of(layout: Layout, base: Config) -> Config:
     config = copied(base)
     parallel, free = config.parallel, SCHEDULES[layout.schedule].virtual is None
     parallel.tp, parallel.pp, parallel.dp, parallel.ep = layout.tp, layout.pp, layout.dp, layout.ep
-    parallel.cp = layout.cp
+    parallel.cp, parallel.cp_overlap = layout.cp, layout.cp_overlap
     parallel.axis_order, parallel.schedule = layout.axis_order, layout.schedule
     parallel.virtual_stages = layout.virtual_stages if free else None
     parallel.sequence_parallel, parallel.pair = layout.sequence_parallel, layout.pair

@@ -100,7 +100,8 @@ class Space:
                 for cp in self._choices("cp", [cp for cp in divisors(self.devices // tp) if cp <= most]):
                     alone = Layout(tp, sequence_parallel=cut, cp=cp,
                                    tile_linears=self.fixed.get("tile_linears"))
-                    yield from self._meshes(alone)
+                    for overlap in self._choices("cp_overlap", (False, True)) if cp > 1 else (False,):
+                        yield from self._meshes(alone._replace(cp_overlap=overlap))
 
     def _meshes(self, alone: Layout) -> Iterator[Layout]:
         """All meshes with its tp and cp."""
@@ -190,7 +191,8 @@ class Space:
                 for row in self._changes(shape, rank)]
 
     def _changes(self, shape: Layout, rank: int) -> list[_Change]:
-        key = rank, shape.tp, shape.dp, shape.cp, shape.ep, shape.pp if shape.axis_order == "dp-pp-tp" else 1
+        key = (rank, shape.tp, shape.dp, shape.cp, shape.cp_overlap, shape.ep,
+               shape.pp if shape.axis_order == "dp-pp-tp" else 1)
         if key not in self._known:
             policy, away = self.recomputes[rank]
             result = []

@@ -19,7 +19,7 @@ from threed.base.mesh import GROUPS
 from threed.program.entries import MadeTensor, ReadTensor, gradient_of
 from threed.program.instruction import PARTS, SENT, WHOLES, WORDS, Instruction, Op, Slot, SlotKind, Tier
 from threed.program.table import Table
-from threed.program.trips import trip_of
+from threed.program.trips import comes_again, trip_of
 
 
 class Effects(NamedTuple):
@@ -88,8 +88,7 @@ def _forward(item: Instruction, table: Table, _: int) -> Effects:
     saved = _slots(keeps, unit, microbatch, not forward_only)
     saved += _slots(SlotKind.LOGITS, unit, microbatch, made and table.makes_logits(unit))
     spends = item.keep == "all"
-    unused = [slot for slot, read in reads
-              if read.again or (read.last if forward_only else spends and read.spent)]
+    unused = [slot for slot, read in reads if (read.last if forward_only else spends and read.spent)]
     if forward_only:  # what has left and stays is not gathered again
         unused += [slot._replace(kind=read.again) for slot, read in reads if read.again]
     loss = (Slot(SlotKind.LOSS),) if table.units[unit].loss and not made else ()
@@ -228,9 +227,11 @@ def _gather(item: Instruction, table: Table, _: int) -> Effects:
 
 
 def _release(item: Instruction, table: Table, _: int) -> Effects:
-    if item.of_slot:
+    if item.of_slot and item.kind in PARTS:
         return _cut(item, table)
-    return Effects("compute", frees=(Slot(SlotKind.PARAM, item.unit),))
+    if item.of_slot and not comes_again(item.slot, table):
+        raise KeyError(f"{item}: it does not come again")
+    return Effects("compute", frees=(item.slot if item.of_slot else Slot(SlotKind.PARAM, item.unit),))
 
 
 def _reduce(item: Instruction, table: Table, _: int) -> Effects:

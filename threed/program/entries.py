@@ -26,8 +26,8 @@ class MadeTensor(NamedTuple):
     # EXCHANGE: (tensor, how many units before this one its maker is) of the rows that a rank gives to each,
     # and takes of each; none: equally many.
     counts: tuple[tuple[str, int], ...] = ()
-    # GATHER: whether it travels twice. It stays until its maker's BACKWARD, what arrives is freed by its
-    # reader's FORWARD and comes again, and the gradient of both is in fp32.
+    # GATHER: whether it may travel twice. It stays until its maker's BACKWARD, RELEASE may free what arrives,
+    # which then comes again, and the gradient of both is in fp32.
     again: bool = False
 
     @property
@@ -45,8 +45,8 @@ class ReadTensor(NamedTuple):
     grad: bool = True  # as its maker's
     came: bool = False  # whether it has travelled, with a gradient: this unit's BACKWARD frees it
     spent: bool = False  # came, and forward uses it up: this unit's FORWARD frees it, or its RECOMPUTE
-    # Came, and comes again: this unit's FORWARD frees it, and so does the half of its backward that gives the
-    # gradient of its input. The tensor that it comes of; empty: it comes once.
+    # Came, and may come again: RELEASE frees it behind this unit's FORWARD; and the half of its backward that
+    # gives the gradient of its input. The tensor that it comes of; empty: it comes once.
     again: str = ""
 
 

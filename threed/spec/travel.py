@@ -18,8 +18,8 @@ class Gathered(NamedTuple):
 
     becomes: str  # the tensor that later layers read
     over: str  # the group, one inside a pipeline position, such as "dp"
-    # Twice: what leaves stays. What comes is freed by its reader's forward, and gathered again before the
-    # reader's backward. Its gradient is summed in fp32, whatever its dtype.
+    # Twice: what leaves stays. What comes may be freed behind its reader's forward, and gathered again before
+    # the reader's backward. Its gradient is summed in fp32, whatever its dtype.
     again: bool = False
 
     by = "GATHER"

@@ -217,7 +217,7 @@ class PipelineRun:
             inputs = {slot: leaves_of.spent(leaf, given[slot]) if slot in spent else leaf
                       for slot, leaf in reads.items()}
             output = self._compute(unit, batch, value, inputs)
-        for slot in again:  # its values are freed, and come again
+        for slot in again:  # its values may be freed, and come again
             leaves_of.free(reads[slot])
         roots = self.stream(unit).roots(output.x) if unit < self.table.last else []
         roots += [output.makes[each.name] for each in self.table.units[unit].makes if each.grad]

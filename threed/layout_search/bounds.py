@@ -6,23 +6,27 @@ Prices and sizes are those of a table of all units on one position.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from fractions import Fraction
 from operator import add
 from typing import NamedTuple
 
 from threed.base.mesh import axes_of
 from threed.layout_search.cuts import Cuts
 from threed.layout_search.layout import Layout, config_of
-from threed.layout_search.short_plan import FORWARDS_FIRST, steady_count
-from threed.planner.auto import marked_table
+from threed.layout_search.short_plan import FORWARDS_FIRST, as_priced, short_plan, steady_count
 from threed.planner.facts import make_mesh, make_table
-from threed.planner.passes import Pipeline
+from threed.planner.unit_kinds import TIED
 from threed.prediction.analytic import cost
 from threed.prediction.hardware import Hardware, places
-from threed.prediction.peak import groups
-from threed.program.instruction import Instruction, Op, Slot, SlotKind
+from threed.prediction.peak import groups, temporaries_of
+from threed.program.analysis import Analysis
+from threed.program.effects import effects
+from threed.program.instruction import BACKWARDS, Instruction, Op, Slot, SlotKind, Tier
 from threed.program.plan import Plan
-from threed.program.summary import unit_bytes
+from threed.program.summary import activations, unit_bytes
 from threed.program.table import Table
 from threed.schedules.orders import Task
 from threed.schedules.timed import StageTimes, spans
@@ -39,13 +43,6 @@ class UnitPrice(NamedTuple):
     saved: int  # bytes from forward to backward
 
 
-class Filled(NamedTuple):
-    """Of the order of a schedule."""
-
-    step_s: float
-    saved_bytes: list[int]  # by position: for the backward, at their most
-
-
 class UnitBytes(NamedTuple):
     """Of a parameter unit, on the device."""
 
@@ -58,7 +55,7 @@ class Bounds(Cuts):
     """Of layouts of one config on one kind of machine."""
 
     def __init__(self, config: Config, hardware: Hardware):
-        super().__init__(config)
+        super().__init__(as_priced(config, hardware))
         self.hardware = hardware
 
     def step_s(self, layout: Layout) -> float:
@@ -75,17 +72,64 @@ class Bounds(Cuts):
         """Seconds: no micro-batch of a steady state takes less."""
         return max(self._busy(layout))
 
-    def saved_once(self, layout: Layout) -> list[int]:
-        """Bytes by position: of one micro-batch, when its backward begins. No order saves less."""
-        saved = [0] * layout.pp
-        for (position, _), stage in zip(self.placed(layout), self._stage_prices(layout), strict=True):
-            saved[position] += stage.saved
-        return saved
+    def saved_bytes(self, layout: Layout) -> list[int]:
+        """Bytes by position: what its order saves for the backward, at their most."""
+        return self._most_saved(layout, temporaries=False)
 
-    def filled(self, layout: Layout) -> Filled:
-        """What the order of its schedule takes, with messages and updates that take no time."""
+    def working_bytes(self, layout: Layout) -> list[int]:
+        """The same, with the temporaries of backward: they are measured, which takes a while."""
+        return self._most_saved(layout, temporaries=True)
+
+    def _most_saved(self, layout: Layout, temporaries: bool) -> list[int]:
+        m, count = self.microbatches(layout), self._steady_count(layout)
+        times = Fraction(m if layout.schedule in FORWARDS_FIRST else count, count)
+
+        def most() -> list[int]:
+            saved = [stage.saved for stage in self._stage_prices(layout)]
+            return [most_saved(tasks, saved, self._beside(layout, tasks) if temporaries else None, times)
+                    for tasks in layout.order(count)]
+
+        return self.once(("saved", layout.of_units(), layout.budgeted, layout.place, layout.schedule, count,
+                          times, temporaries), most)
+
+    def _beside(self, layout: Layout, tasks: Sequence[Task]) -> list[int]:
+        """Of each stage: bytes that its backward holds beside what was saved before it, at least."""
+        units, op = layout.of_units(), Op.BACKWARD
+        if any(task.kind == "I" for task in tasks):
+            op = Op.BACKWARD_INPUT
+        held = self.once(("temporaries", units, layout.budgeted, op),
+                         lambda: self._temporaries(units, layout.budgeted, op))
+        prices, beside = self._prices(layout), []
+        for _, stage in self.placed(layout):
+            freed, each = 0, []
+            for unit in reversed(range(stage.start, stage.stop)):
+                each.append(held[unit] - freed)
+                freed += prices[unit].saved
+            beside.append(max(each))
+        return beside
+
+    def _temporaries(self, layout: Layout, budgeted: bool, op: Op) -> list[int]:
+        """Of each unit: bytes that its backward holds, beside what its forward has saved."""
+        analysis = self._short(layout)
+        table, [program] = analysis.table, analysis.plan.programs["train"]
+        if op == Op.BACKWARD_INPUT:
+            program = tuple(half for item in program for half in (
+                [item._replace(op=each) for each in BACKWARDS[1:]] if item.op == Op.BACKWARD else [item]))
+        held = temporaries_of(replace(analysis.plan, programs={"train": [program]}))
+        of = {item.unit: held(item) for item in program if item.op == op}
+        saved = self._saved(analysis, budgeted)
+        # What it reads is there again by then, if forward has not left it.
+        return [of.get(kind, 0) + max(0, table.size(Slot(SlotKind.SAVED, kind)) - saved[kind])
+                for kind in self.few(layout).units]
+
+    def _short(self, units: Layout) -> Analysis:
+        """The plan of one micro-batch on one position, with units of all kinds."""
+        return self.once(("short", units), lambda: short_plan(self.fewest(units), 1))
+
+    def filled_s(self, layout: Layout) -> float:
+        """Seconds that the order of its schedule takes, with messages and updates that take no time."""
         m, stages = self.microbatches(layout), self._stage_prices(layout)
-        count = steady_count(layout.schedule, layout.pp, m)
+        count = self._steady_count(layout)
         order = layout.order(count)
         times = StageTimes([each.forward for each in stages],
                            [each.backward - each.weight for each in stages], [each.weight for each in stages])
@@ -95,8 +139,10 @@ class Bounds(Cuts):
         for (start, end), busy, tasks in zip(at_work, self._busy(layout), order, strict=True):
             # No other position waits for the gradients of weights.
             step_s = max(step_s, start + m * busy + (end_s - end if tasks[-1].kind != "W" else 0.0))
-        all_saved = m if layout.schedule in FORWARDS_FIRST else count
-        return Filled(step_s, [most_saved(tasks, stages) * all_saved // count for tasks in order])
+        return step_s
+
+    def _steady_count(self, layout: Layout) -> int:
+        return steady_count(layout.schedule, layout.pp, self.microbatches(layout))
 
     def reduced_s(self, layout: Layout) -> float:
         """Seconds: no step is shorter that reduces its gradients: after each micro-batch, or at the end;
@@ -124,13 +170,19 @@ class Bounds(Cuts):
 
     def _fixed_bytes(self, layout: Layout, summed: bool) -> list[int]:
         alone = layout.of_parameters()
-        units = self.once(("bytes", alone), lambda: _fixed(self._table(alone)))
-        rows: list[list[dict[int, UnitBytes]]] = [[] for _ in range(layout.pp)]  # of each stage
+        units = self.once(("bytes", alone), lambda: self._bytes(alone))
+        rows: list[list[dict[object, UnitBytes]]] = [[] for _ in range(layout.pp)]  # of each stage
         for position, stage in self.placed(layout):
             # (a tied embedding counts once)
             rows[position].append({p: each for unit in units[stage] for p, each in unit.items()})
         ahead = 1 if self.config.zero.prefetch is None else self.config.zero.prefetch
         return [_held(row, layout, ahead, summed) for row in rows]
+
+    def _bytes(self, layout: Layout) -> list[dict[object, UnitBytes]]:
+        """Of each compute unit, by parameter unit."""
+        table = self._table(layout)
+        bytes_of = {p: _unit_bytes(table, p) for p in table.parameters}
+        return [{name: bytes_of[p] for name, p in names.items()} for names in self._parameters(table, layout)]
 
     def taken_bytes(self, layout: Layout) -> int:
         """Bytes of a device that CUDA and communicators take, at least."""
@@ -147,30 +199,43 @@ class Bounds(Cuts):
         return busy
 
     def _stage_prices(self, layout: Layout) -> list[UnitPrice]:
-        units = self._prices(layout)
-        return [UnitPrice(*map(sum, zip(*units[stage], strict=True))) for _, stage in self.placed(layout)]
+        def add_up() -> list[UnitPrice]:
+            units = self._prices(layout)
+            return [UnitPrice(*map(sum, zip(*units[stage], strict=True))) for _, stage in self.placed(layout)]
+
+        return self.once(("stage prices", *self._priced_by(layout), len(layout.place)), add_up)
 
     def _prices(self, layout: Layout) -> Sequence[UnitPrice]:
         """Of each unit. The loss is not computed again: its backward may follow at once."""
-        alone = layout.of_units()
+        return self.once(("prices", *self._priced_by(layout)), lambda: self._priced(layout))
+
+    def _priced_by(self, layout: Layout) -> tuple[object, ...]:
+        """On what the prices of its units depend."""
         where = self.once(("places", layout.of_mesh()), lambda: self._places(layout))
+        return layout.of_units(), where, layout.budgeted
 
-        def price() -> list[UnitPrice]:
-            config = config_of(layout, self.config)
-            table = marked_table(self.alone(alone), Pipeline([[]], (0,)))
-            seconds = cost(Plan(table, {}, config), self.hardware)
+    def _priced(self, layout: Layout) -> list[UnitPrice]:
+        short = self._short(layout.of_units())
+        table = self._all_units(short.table, layout)
+        seconds = cost(Plan(table, {}, config_of(layout, self.config)), self.hardware)
+        saved = self._saved(short, layout.budgeted)
 
-            def of(unit: int) -> UnitPrice:
-                forward, backward, weight, again = (seconds(0, Instruction(op, unit, 0)) for op in (
-                    Op.FORWARD, Op.BACKWARD, Op.BACKWARD_WEIGHT, Op.RECOMPUTE))
-                repeated = table.units[unit].recompute and unit != table.last
-                some = table.units[unit].recompute or layout.budgeted
-                saved = 0 if some else table.size(Slot(SlotKind.SAVED, unit))
-                return UnitPrice(forward, backward, again * repeated, weight, saved)
+        def of(unit: int, kind: int) -> UnitPrice:
+            forward, backward, weight, again = (seconds(0, Instruction(op, unit, 0)) for op in (
+                Op.FORWARD, Op.BACKWARD, Op.BACKWARD_WEIGHT, Op.RECOMPUTE))
+            repeated = table.units[unit].recompute and unit != table.last
+            return UnitPrice(forward, backward, again * repeated, weight, saved[kind])
 
-            return [*map(of, range(len(table.units)))]
+        kinds = self.few(layout).units
+        known = {kind: of(kinds.index(kind), kind) for kind in {*kinds}}
+        return [known[kind] for kind in kinds]
 
-        return self.once(("prices", alone, where, layout.budgeted), price)
+    def _saved(self, short: Analysis, budgeted: bool) -> Counter[int]:
+        return Counter() if budgeted else saved_by(short)
+
+    def _all_units(self, few: Table, layout: Layout) -> Table:
+        """The units of a layout's model, from a table of all of their kinds."""
+        return replace(few, units=tuple(few.units[kind] for kind in self.few(layout).units))
 
     def _reduced(self, layout: Layout) -> Sequence[float]:
         """Seconds that a reduction of each unit's gradients takes, over its shard group. (A tied embedding's
@@ -178,13 +243,13 @@ class Bounds(Cuts):
         def price() -> list[float]:
             table = self._table(layout)
             seconds = cost(Plan(table, {}, config_of(layout, self.config)), self.hardware)
-            taken = set[int]()
+            each = {p: seconds(0, Instruction(Op.REDUCE, p, group=held.shard_group))
+                    for p, held in table.parameters.items() if held.trains and table.shards.reductions(p)}
+            taken = set[object]()
             result = []
-            for unit in table.units:
-                own = [p for p in unit.parameters if table.parameters[p].trains and p not in taken]
-                taken.update(own)
-                result.append(sum(seconds(0, Instruction(Op.REDUCE, p, group=table.parameters[p].shard_group))
-                                  for p in own if table.shards.reductions(p)))
+            for names in self._parameters(table, layout.of_parameters()):
+                result.append(sum(each.get(p, 0.0) for name, p in names.items() if name not in taken))
+                taken.update(names)
             return result
 
         return self.once(("reduced", layout.of_reductions()), price)
@@ -196,28 +261,48 @@ class Bounds(Cuts):
                       for axis in (*axes_of("tokens"), *axes_of("parameters"))])
 
     def _table(self, layout: Layout) -> Table:
-        """Of all units on one position."""
+        """Of all kinds of units, on one position."""
         alone = layout.of_parameters()
-        return self.once(("table", alone), lambda: make_table(self.alone(alone), (0,)))
+        return self.once(("table", alone), lambda: make_table(self.fewest(alone), (0,)))
+
+    def _parameters(self, few: Table, layout: Layout) -> Iterator[dict[object, int]]:
+        """Of each unit, its parameter units: a name of its own -> the number in a table of all kinds. The
+        tied embedding has one name in all units."""
+        for unit, kind in enumerate(self.few(layout).units):
+            yield {p if few.parameters[p].kind == TIED else (unit, p): p for p in few.units[kind].parameters}
 
 
-def _fixed(table: Table) -> list[dict[int, UnitBytes]]:
-    """Of each compute unit: parameter unit -> bytes."""
-    bytes_of = {p: _unit_bytes(table, p) for p in table.parameters}
-    return [{p: bytes_of[p] for p in unit.parameters} for unit in table.units]
+def saved_by(analysis: Analysis) -> Counter[int]:
+    """Compute unit -> bytes on the device when the first backward begins."""
+    table, alive = analysis.table, set[Slot]()
+    for item in analysis.plan.programs["train"][0]:
+        if item.op in (*BACKWARDS, Op.RECOMPUTE):
+            break
+        seen = effects(item, table, 0)
+        alive.update(seen.writes, seen.adds)
+        alive.difference_update(seen.frees)
+    kinds = activations(table)
+    return Counter({unit: sum(table.size(slot) for slot in alive if slot.unit == unit and slot.kind in kinds
+                              and slot.tier == Tier.DEVICE) for unit in range(len(table.units))})
 
 
-def most_saved(tasks: Sequence[Task], stages: Sequence[UnitPrice]) -> int:
-    """Bytes at their most of what the tasks of a position save."""
+def most_saved(tasks: Sequence[Task], saved: Sequence[int], beside: Sequence[int] | None = None,
+               times: Fraction = Fraction(1)) -> int:
+    """Bytes at their most of what the tasks of a position save. By stage: `saved`, `beside` that in its
+    backward. `times`: of the tasks that there are, in an order with all forwards first."""
     now = most = 0
     for task in tasks:
-        if task.kind != "W":
-            now += stages[task.stage].saved * (1 if task.kind == "F" else -1)
-            most = max(most, now)
+        if task.kind == "F":
+            now += saved[task.stage]
+            most = max(most, int(now * times))
+        elif task.kind != "W":
+            if beside is not None:
+                most = max(most, int(now * times) + beside[task.stage])
+            now -= saved[task.stage]
     return most
 
 
-def _held(stages: list[dict[int, UnitBytes]], layout: Layout, ahead: int, summed: bool) -> int:
+def _held(stages: list[dict[object, UnitBytes]], layout: Layout, ahead: int, summed: bool) -> int:
     """Bytes of a position's stages, with buffers. `ahead`: units that are gathered before their turn.
     `summed`: whole gradients of all units at a time."""
     whole = {p: each for stage in stages for p, each in stage.items()}

@@ -262,7 +262,7 @@ class Context:
     @property
     def sequence(self) -> Shared:
         """The ranks with which this one shares each sequence."""
-        return Shared(self.groups["cp"], self.places)
+        return Shared(self.groups["cp"], self.places, self.fused.rectangle)
 
 
 def _core(context: Context, axis: str):

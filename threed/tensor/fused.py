@@ -26,6 +26,7 @@ from threed.devices import device_of
 from threed.tensor.fused_loss import Chunks, LossKernels
 from threed.tensor.places import Runs, numbers
 from threed.tensor.random import keyed, mask_of
+from threed.tensor.rectangles import kernel
 
 Body = Callable[..., Any]
 
@@ -43,6 +44,8 @@ class Fused:
     @property
     def compile(self) -> bool:
         return self._compile and not (self._fallback and self._fallback.needed)
+
+    rectangle = staticmethod(kernel)  # of attention to the keys of other ranks
 
     def kernels(self, device: torch.device) -> LossKernels | None:
         """Those of the loss on a device; None where separate operations compute it, in chunks."""

@@ -12,7 +12,7 @@ heads, E head size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +28,7 @@ class Shared(NamedTuple):
 
     group: Group
     places: Places
+    kernel: Callable[..., Rectangle] = kernel
 
     def gathered(self, *parts: torch.Tensor) -> torch.Tensor:
         """Tensors [B, K, s, E] of all ranks, [parts, B, K, S, E]."""
@@ -87,7 +88,7 @@ class _ToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shared: Shared,
                 documents: Documents | None):
-        use = ctx.kernel = kernel(q.device, q.dtype, q.shape[3], q.shape[1] > k.shape[1])
+        use = ctx.kernel = shared.kernel(q.device, q.dtype, q.shape[3], q.shape[1] > k.shape[1])
         ctx.shared, ctx.blocks = shared, [*_blocks(shared.places, documents, use.rows)]
         size, heads, length, width = q.shape
         out = q.new_empty(size, length, heads, width).transpose(1, 2)  # in memory as a kernel's output

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from tests.harness import EXPERTS, assert_contract, batches, tiny
 from tests.loopback.test_axis import train
-from tests.loopback.test_measure import shown
+from tests.loopback.test_measure import known_difference, shown
 from tests.loopback.test_traffic import check
 from threed.base.errors import ConfigError, ThreedError
 from threed.comm.group import Comm
@@ -20,6 +20,7 @@ from threed.comm.process import initialized
 from threed.config.load import checked
 from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
+from threed.models.layers.base import Layer
 from threed.models.measure import Measured
 from threed.models.tiling import layers_of, share_of
 from threed.planner import make_mesh, make_plan
@@ -58,27 +59,38 @@ CELLS = {
 }
 
 
-def with_cp(size: int, *overrides: str) -> Config:
+FORMS = ["keys", "heads"]
+MANY = ["model.heads=8", "model.hidden=32"]  # heads for each rank of cp and tp
+TILED = ["model.tile_linears=4KiB", "model.heads=16"]  # and for two tiles
+
+
+def with_cp(size: int, *overrides: str, form: str = "keys") -> Config:
+    if form == "heads":
+        more = ("model.kv_heads=4" if each == "model.kv_heads=2" else each for each in overrides)
+        overrides = (*MANY, *more, f"parallel.cp_form={form if size > 1 else 'keys'}")
     return tiny(*SMALL, f"parallel.cp={size}", *overrides)
 
 
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("size, stage", [(2, 0), (2, 1), (2, 2), (2, 3), (4, 1), (4, 3)])
 @pytest.mark.parametrize("cell", CELLS)
-def test_contract(cell, size, stage, references):
-    assert_contract(with_cp(size, *CELLS[cell], f"zero.stage={stage}"), references)
+def test_contract(cell, size, stage, form, references):
+    chosen = [*CELLS[cell], *(TILED if (cell, form) == ("tiles", "heads") else [])]
+    assert_contract(with_cp(size, *chosen, f"zero.stage={stage}", form=form), references)
 
 
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("cell", [[], ["parallel.ep=2", *PP], [*TP, *SP, "parallel.ep=4", "zero.stage=3"],
                                   ["model.moe_capacity=0.75", *TP, *SP],
                                   ["model.moe_capacity=1.0", "parallel.ep=2"],
                                   ["model.balance=sequence", *TP, *SP],
                                   ["precision.dtype=bf16", "parallel.ep=2"]])
-def test_experts(cell, size, references):
+def test_experts(cell, size, form, references):
     """Capacity, penalties and counts are of whole sequences. (Another seed chooses between scores that are
     not nearly equal.)"""
     balance = ["optimizer.balance_rate=0.0"] if "model.balance=sequence" in cell else []
-    assert_contract(with_cp(size, *EXPERTS, *cell, *balance, "train.seed=5"), references)
+    assert_contract(with_cp(size, *EXPERTS, *cell, *balance, "train.seed=5", form=form), references)
 
 
 # ---------------------------------------------------------------- places
@@ -234,6 +246,8 @@ def test_labels_that_count_unevenly(counts):
 FAMILIES = {"gpt": [], "learned": ["model.position=learned"], "llama": LLAMA, "dropout": DROPOUT,
             "dropout-llama": [*DROPOUT, *LLAMA], "fused": ["model.fused=auto", *LLAMA],
             "experts": EXPERTS, "capacity": [*EXPERTS, "model.moe_capacity=0.75"],
+            "documents": [*DOCUMENTS, "model.family=llama"],
+            "documents-learned": [*DOCUMENTS, "model.position=learned"],
             "balanced": ["model.family=moe", "model.experts=4", "model.balance=sequence"]}
 
 
@@ -249,12 +263,13 @@ def test_experts_over_tp_need_sequence_parallelism(name):
         checked(tiny(*SMALL, "parallel.cp=2", *FAMILIES[name], *MESHES["tp"]))
 
 
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("pieces", [(), ("attention",)])
 @pytest.mark.parametrize("name, mesh", COSTED)
-def test_layers_cost_what_they_declare(name, mesh, pieces):
+def test_layers_cost_what_they_declare(name, mesh, pieces, form):
     """Bytes that are gathered and summed over cp included. Attention's products count all keys, of which
     those behind a chunk are not computed."""
-    config = tiny(*SMALL, "parallel.cp=2", *FAMILIES[name], *MESHES[mesh])
+    config = with_cp(2, *FAMILIES[name], *MESHES[mesh], form=form)
     share = share_of(config)
     for index, layer in enumerate(layers_of(config)[:2]):
         with initialized():
@@ -265,18 +280,22 @@ def test_layers_cost_what_they_declare(name, mesh, pieces):
             if once := sent.pop(("once", axis), None):
                 sent["forward", axis] = sent.get(("forward", axis), Traffic()) + once
         assert sent == cost.sent, layer.name
-        if not pieces and name != "capacity":  # what it saves depends on its row weights
-            got, want = shown(cost), shown(declared + difference(config, layer.name))
+        exact = not (pieces and share.documents) if form == "heads" else not (pieces or share.documents)
+        if name != "capacity" and exact:  # its row weights say what it saves
+            got, want = shown(cost, pieces), shown(declared + difference(config, layer), pieces)
             assert got | {"sent": 0} == want | {"sent": 0}, layer.name
 
 
-def difference(config: Config, name: str) -> Cost:
+def difference(config: Config, layer: Layer) -> Cost:
     """What is measured less what is declared."""
     share, model = share_of(config), config.model
-    if name == "embedding":  # which tokens are its own, where it is cut
+    if layer.name == "embedding":  # which tokens are its own, where it is cut
         cut = model.seq_len // share.tokens * (share.over("tp") > 1)
         return Cost(saved=(Saved("mask of tokens", cut),), operands=cut)
     heads = model.heads // share.over("tp")
+    if share.by_heads:  # on a CPU attention to one document at a time does not keep its output
+        output = share.bytes(model.seq_len * model.heads * model.head_size, "tp") * share.documents
+        return known_difference(config, layer) + Cost(saved=(Saved("output", -output),))
     if model.attention_dropout:
         return Cost()
     chunk = model.seq_len // 4  # of four; the last rank has the second and the third
@@ -288,8 +307,9 @@ def difference(config: Config, name: str) -> Cost:
                                   ["precision.dtype=bf16", *LLAMA], [*PIECES, *DROPOUT],
                                   [*EXPERTS, "model.moe_capacity=0.75", *TP, *SP]])
 @pytest.mark.parametrize("size", [2, 4])
-def test_counted_is_predicted(size, cell):
-    check(with_cp(size, *cell))
+@pytest.mark.parametrize("form", FORMS)
+def test_counted_is_predicted(size, cell, form):
+    check(with_cp(size, *cell, form=form))
 
 
 def test_bytes_of_a_layer():

@@ -1,4 +1,5 @@
-"""Context parallelism: ranks of cp share each sequence (parallel.cp). It changes no number."""
+"""Context parallelism: ranks of cp share each sequence (parallel.cp), in both forms (parallel.cp_form). It
+changes no number."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.harness import EXPERTS, assert_contract, batches, tiny
+from tests.harness import EXPERTS, assert_contract, batches, loopback, tiny
 from tests.loopback.test_axis import train
 from tests.loopback.test_measure import known_difference, shown
 from tests.loopback.test_traffic import check
@@ -24,13 +25,19 @@ from threed.models.layers.base import Layer
 from threed.models.measure import Measured
 from threed.models.tiling import layers_of, share_of
 from threed.planner import make_mesh, make_plan
+from threed.prediction.analytic import cost
+from threed.prediction.hardware import GroupPlace
+from threed.prediction.hardware import load as load_hardware
+from threed.prediction.prices import Travel
 from threed.program.analysis import Analysis
+from threed.program.instruction import Instruction, Op
 from threed.schema import Config
 from threed.spec.kernels import Product
 from threed.spec.parameter import NOT_COUNTED, Cost, Saved, Traffic
 from threed.tensor import keys as subject
 from threed.tensor.context import Batch
-from threed.tensor.documents import Documents
+from threed.tensor.documents import Documents, attend
+from threed.tensor.heads import to_heads, to_tokens
 from threed.tensor.places import Places, in_order, numbers, taken
 from threed.tensor.rectangles import HOST, SEPARATE
 
@@ -93,6 +100,13 @@ def test_experts(cell, size, form, references):
     assert_contract(with_cp(size, *EXPERTS, *cell, *balance, "train.seed=5", form=form), references)
 
 
+@pytest.mark.parametrize("cell", [[], [*PP, *TP, "parallel.schedule=zb-v"], DOCUMENTS, DROPOUT])
+def test_forms_agree(cell):
+    both = [loopback(with_cp(2, *MANY, *cell, f"parallel.cp_form={form}"), 3) for form in FORMS]
+    one, other = ([*each.losses, *each.norms] for each in both)
+    assert one == pytest.approx(other, rel=1e-6)
+
+
 # ---------------------------------------------------------------- places
 
 
@@ -132,20 +146,37 @@ def over_ranks(size: int, work: Any) -> list[Any]:
     return run_loopback(make_plan(config), make_mesh(config), lambda comm: work(comm.groups["cp"], comm.rank))
 
 
-def attended(size: int, parts: list[torch.Tensor], documents: Documents | None = None) -> list[torch.Tensor]:
+def attended(size: int, parts: list[torch.Tensor], documents: Documents | None = None,
+             form: str = "keys") -> list[torch.Tensor]:
     """Attention's output, and gradients of queries, keys and values, of `size` ranks together. `parts`:
     queries, keys, values and the output's gradient, of whole sequences."""
-    length = parts[0].shape[2]
+    length, ways = parts[0].shape[2], {"keys": subject.attend_to_all, "heads": by_heads}
 
     def work(group: Any, rank: int) -> tuple[torch.Tensor, ...]:
         places = Places(length, rank, size)
         q, k, v, grad = (taken(part, places.own, 2) for part in parts)
         q, k, v = inputs = [each.clone().requires_grad_() for each in (q, k, v)]
-        out = subject.attend_to_all(q, k, v, subject.Shared(group, places), documents)
+        out = ways[form](q, k, v, subject.Shared(group, places), documents)
         return out.detach(), *torch.autograd.grad(out, inputs, grad)
 
     places = [Places(length, rank, size).own for rank in range(size)]
     return [in_order(each, places, 2) for each in zip(*over_ranks(size, work), strict=True)]
+
+
+def by_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shared: Any,
+             documents: Documents | None) -> torch.Tensor:
+    """As keys.attend_to_all."""
+    kv_heads, sizes = k.shape[1], (q.shape[1] // k.shape[1], 1, 1)
+    cells = torch.cat([part.permute(2, 0, 1, 3).unflatten(2, (kv_heads, -1)) for part in (q, k, v)], 3)
+    parts = [part.flatten(2, 3).permute(1, 2, 0, 3) for part in to_heads(cells, sizes, shared)]
+    out = one_rank(*parts, documents).permute(2, 0, 1, 3)
+    return to_tokens(out.unflatten(2, (-1, sizes[0])), shared).flatten(2, 3).permute(1, 2, 0, 3)
+
+
+def one_rank(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Documents | None) -> torch.Tensor:
+    if documents is not None:
+        return attend(q, k, v, documents, False)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
 
 def drawn(length: int, heads: int, kv_heads: int,
@@ -170,13 +201,26 @@ TWO = Documents(torch.empty(0), ((3, 4, 21, 64), (64,)))  # shorter than a chunk
 
 
 @pytest.mark.parametrize("documents", [None, TWO], ids=["whole", "documents"])
-@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("kv_heads", [8, 4])
 @pytest.mark.parametrize("size", [2, 4])
-def test_attention_is_that_of_one_rank(size, kv_heads, documents):
+@pytest.mark.parametrize("form", FORMS)
+def test_attention_is_that_of_one_rank(form, size, kv_heads, documents):
     """A causal rectangle aligned at the upper left; a gradient that is summed twice, or not at all."""
-    parts = drawn(64, 4, kv_heads)
-    for got, want in zip(attended(size, parts, documents), plain(parts, documents), strict=True):
+    parts = drawn(64, 8, kv_heads)
+    for got, want in zip(attended(size, parts, documents, form), plain(parts, documents), strict=True):
         torch.testing.assert_close(got.double(), want, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("documents", [None, TWO], ids=["whole", "documents"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_heads_have_the_bits_of_one_rank(dtype, documents):
+    """Whole sequences, the same kernel; and each head comes back to its place."""
+    parts = drawn(64, 8, 4, dtype)
+    inputs = [part.clone().requires_grad_() for part in parts[:3]]
+    out = one_rank(*inputs, documents)
+    want = [out.detach(), *torch.autograd.grad(out, inputs, parts[3])]
+    for got, one in zip(attended(4, parts, documents, "heads"), want, strict=True):
+        assert torch.equal(got, one)
 
 
 def test_gradients_of_keys_are_added_in_fp32():
@@ -200,13 +244,14 @@ def test_kernels_agree(rows):
         torch.testing.assert_close(one, other, rtol=0, atol=2e-6)
 
 
-def test_other_documents_are_not_seen():
+@pytest.mark.parametrize("form", FORMS)
+def test_other_documents_are_not_seen(form):
     """To the bit, over a border of chunks."""
-    parts = drawn(64, 4, 2)
+    parts = drawn(64, 8, 4)
     changed = [part.clone() for part in parts]
     for part in changed[:3]:
         part[0, :, :21] += 1.0
-    one, other = (attended(4, each, TWO)[0] for each in (parts, changed))
+    one, other = (attended(4, each, TWO, form)[0] for each in (parts, changed))
     assert torch.equal(one[0, :, 21:], other[0, :, 21:]) and not torch.equal(one[0, :, :21], other[0, :, :21])
 
 
@@ -214,11 +259,12 @@ def test_other_documents_are_not_seen():
 
 
 @pytest.mark.parametrize("counts", [[0], [15], [3, 4, 5, 8]])
-def test_labels_that_count_unevenly(counts):
+@pytest.mark.parametrize("form", FORMS)
+def test_labels_that_count_unevenly(counts, form):
     """Ranks none of whose labels count; a label on the border of two chunks. The loss is that of cp=1."""
 
     def losses(size: int) -> list[float]:
-        config = with_cp(size, "data.loss_mask=chat", "optimizer.name=sgd", "optimizer.lr=0.1")
+        config = with_cp(size, "data.loss_mask=chat", "optimizer.name=sgd", "optimizer.lr=0.1", form=form)
 
         def masked(comm: Comm, step: int) -> Any:
             read = batches(config, comm, step)
@@ -313,18 +359,43 @@ def test_counted_is_predicted(size, cell, form):
 
 
 def test_bytes_of_a_layer():
-    """Keys and values of the sequence, times (cp - 1) / cp."""
+    """Keys and values of the sequence, or what a rank has of queries, keys, values and output, times (cp -
+    1) / cp."""
     unit = make_plan(with_cp(4, *LLAMA)).table.units[1]
     assert unit.traffic["forward"]["cp"] == 2 * 16 * 8 * 4 * 3 // 4
+    unit = make_plan(with_cp(4, *LLAMA, form="heads")).table.units[1]
+    assert unit.traffic["forward"]["cp"] == (2 * 32 + 2 * 16) * 16 * 4 * 3 // 4 // 4
+    assert unit.traffic["input"] == unit.traffic["forward"]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_work_is_equal(form):
+    """Attention's FLOPs of a rank are those of the whole square over cp."""
+    whole, part = (sum(unit.forward_flops for unit in make_plan(with_cp(size, form=form)).table.units)
+                   for size in (1, 4))
+    assert part * 4 == whole
+
+
+def test_an_exchange_has_its_price():
+    """All-to-alls do not take the time of a ring."""
+    plan, hardware = make_plan(with_cp(4, form="heads")), load_hardware("h100-sxm")
+    slow = replace(hardware, exchange_efficiency=hardware.exchange_efficiency / 1000)
+    item, place = Instruction(Op.FORWARD, 1, 0), GroupPlace(range(4), 8)
+    size = plan.table.units[1].traffic["forward"]["cp"]
+    once, twice = (cost(plan, each)(0, item) for each in (hardware, slow))
+    more = [Travel(each).all_to_all(size, place, 2) for each in (hardware, slow)]
+    assert twice - once == pytest.approx(more[1] - more[0]) and more[1] > 1.4 * more[0]
+    keys = make_plan(with_cp(4))
+    assert cost(keys, hardware)(0, item) == cost(keys, slow)(0, item)
 
 
 # ---------------------------------------------------------------- runs that change it
 
 
 def test_checkpoints(tmp_path, references):
-    """4 ranks, 2, 1, with dp, tp and pp changing."""
+    """4 ranks, 2, 1, with dp, tp, pp and the form changing."""
     path, want = "auto", references(with_cp(1), 6).losses
-    runs = [(2, [*PP, *TP, "zero.stage=1"]), (4, [*DP, "zero.stage=3"]), (1, [*PP, "zero.stage=2"])]
+    runs = [(2, [*PP, *TP, "zero.stage=1", "parallel.cp_form=heads"]), (4, [*DP, "zero.stage=3"]), (1, [*PP, "zero.stage=2"])]
     for number, (size, chosen) in enumerate(runs):
         losses, path = train(with_cp(size, *chosen, f"run.dir={tmp_path}", f"train.resume={path}"), 2)
         assert losses == pytest.approx(want[2 * number:2 * number + 2], rel=1e-5)
@@ -350,6 +421,15 @@ def test_sequences_grow(tmp_path):
      "and equal parts of them; take a multiple of 16"),
     (["parallel.cp=2", "parallel.axis_order=pp-cp-dp-cp-tp"], "must name each axis once"),
     (["parallel.cp=0"], "parallel.cp=0: must be at least 1"),
+    (["parallel.cp_form=heads"], "parallel.cp_form=heads needs parallel.cp > 1"),
+    (["parallel.cp=2", "parallel.cp_form=ulysses"], "parallel.cp_form=ulysses: must be one of keys, heads"),
+    (["parallel.cp=4", "parallel.cp_form=heads", *TP], "parallel.cp_form=heads: parallel.cp=4 does not divide "
+     "the 2 key heads of a tp rank (4 over parallel.tp=2); use parallel.cp_form=keys"),
+    (["parallel.cp=2", "parallel.cp_form=heads", "model.family=llama", "model.kv_heads=1"],
+     "parallel.cp_form=heads: parallel.cp=2 does not divide the 1 key head of a tp rank; use "
+     "parallel.cp_form=keys"),
+    (["parallel.cp=2", "parallel.cp_form=heads", "model.tile_linears=512", "model.tie_embeddings=false"],
+     "its smallest tile, one kv head with its queries for each rank of cp, has"),
 ])
 def test_bad_input(overrides, said):
     with pytest.raises(ThreedError) as error:

@@ -11,7 +11,7 @@ from threed.base.address import is_store, local_path
 from threed.base.address import problem as address_problem
 from threed.base.errors import Idle, InputError, Problem
 from threed.base.mesh import axes_of
-from threed.base.quantity import parse_bytes
+from threed.base.quantity import many, parse_bytes
 from threed.config.contract import Cell, refusal
 from threed.config.named import unlike
 from threed.config.own_layers import unused
@@ -120,8 +120,8 @@ def _check_heads(config: Config) -> Iterator[Problem]:
                       "work of attention")
     elif heads % tp == 0 and heads // tp % cp:
         of_tp = f" ({heads} over parallel.tp={tp})" if tp > 1 else ""
-        yield Problem.of("parallel.cp_form", f"=heads: parallel.cp={cp} does not divide the {heads // tp} "
-                         f"key heads of a tp rank{of_tp}; use parallel.cp_form=keys")
+        yield Problem.of("parallel.cp_form", f"=heads: parallel.cp={cp} does not divide the "
+                         f"{many(heads // tp, 'key head')} of a tp rank{of_tp}; use parallel.cp_form=keys")
 
 
 def _check_scaling(model: ModelConfig) -> Iterator[Problem]:

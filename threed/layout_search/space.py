@@ -100,7 +100,15 @@ class Space:
                 for cp in self._choices("cp", [cp for cp in divisors(self.devices // tp) if cp <= most]):
                     alone = Layout(tp, sequence_parallel=cut, cp=cp,
                                    tile_linears=self.fixed.get("tile_linears"))
-                    yield from self._meshes(alone)
+                    for form in self._forms(alone):
+                        yield from self._meshes(alone._replace(cp_form=form))
+
+    def _forms(self, alone: Layout) -> Sequence[str]:
+        """How its ranks of cp may attend to whole sequences."""
+        if alone.cp == 1:
+            return ("keys",)
+        heads = self.base.model.num_kv_heads % (alone.tp * alone.cp) == 0
+        return self._choices("cp_form", ("keys", "heads") if heads else ("keys",))
 
     def _meshes(self, alone: Layout) -> Iterator[Layout]:
         """All meshes with its tp and cp."""
@@ -190,7 +198,8 @@ class Space:
                 for row in self._changes(shape, rank)]
 
     def _changes(self, shape: Layout, rank: int) -> list[_Change]:
-        key = rank, shape.tp, shape.dp, shape.cp, shape.ep, shape.pp if shape.axis_order == "dp-pp-tp" else 1
+        key = (rank, shape.tp, shape.dp, shape.cp, shape.cp_form, shape.ep,
+               shape.pp if shape.axis_order == "dp-pp-tp" else 1)
         if key not in self._known:
             policy, away = self.recomputes[rank]
             result = []

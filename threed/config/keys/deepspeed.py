@@ -12,7 +12,17 @@ from typing import Any
 from threed.base.errors import InputError
 from threed.base.quantity import whole_number
 from threed.config.keys.deepspeed_experts import KEYS as OF_EXPERTS
-from threed.config.keys.table import NO_KEY, NOTHING, Dropped, Framework, Given, Key, Refused, where
+from threed.config.keys.table import (
+    NO_KEY,
+    NOTHING,
+    Dropped,
+    Framework,
+    Given,
+    Key,
+    Refused,
+    over_heads,
+    where,
+)
 
 CLIPS_SINCE = (0, 19, 3)  # the version from which an absent gradient_clipping means 1.0 instead of 0
 _NAMES = {"adam": "adamw", "adamw": "adamw", "fusedadam": "adamw", "cpuadam": "adamw", "lion": "lion",
@@ -346,7 +356,7 @@ ROWS = (
       for name in ("tensor_parallel.preset_model", "tensor_parallel.partition_config*",
                    "injection_policy*", "tp_grain_size", "keep_module_on_host", "kernel_inject",
                    "replace_with_kernel_inject")),
-    Key("sequence_parallel_size", "parallel.cp (which gathers keys and values)", None, (1,)),
+    Key("sequence_parallel_size", "parallel.cp (with parallel.cp_form=heads)", over_heads, (1,)),
     # What is logged
     Key("steps_per_print", "monitor.console_every", _whole),
     Key("wall_clock_breakdown", NO_KEY + "steps are always timed (monitor.trace_every): threed compare RUN"),

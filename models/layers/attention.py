@@ -11,14 +11,16 @@ With context parallelism a rank has the queries of its tokens, and gathers the k
 (tensor/keys); or it exchanges queries, keys and values of its tokens for those of whole sequences, of a part
 of its heads (tensor/heads), with which attention is what it is without.
 
-Shapes: S sequence (the tokens of it that this rank has), s a rank's part of these in the residual stream, B
-micro-batch, D hidden, E head size; in this rank (and tile) N heads, K key and value heads, and G = N/K.
+Shapes: S sequence (the tokens of it that this rank's attention has), s a rank's part of it in the residual
+stream, B micro-batch, D hidden, E head size; in this rank (and tile) N heads, K key and value heads, and G =
+N/K.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from threed.base.errors import InputError
@@ -120,8 +122,8 @@ class Attention(Part):
         if ranks == 1:
             return []
         if share.by_heads:  # each is laid out for the ranks, and what comes is put in order
-            both = 4 * (2 * queries + 2 * keys)
-            return [Moved("what is exchanged", both, both, (2 + 8 * ranks,) * 2)]
+            both, kernels = 8 * (queries + keys), 2 + 8 * ranks
+            return [Moved("what is exchanged", both, both, (kernels, kernels))]
         whole = 2 * keys * ranks
         gather = 4 * keys + 2 * whole
         return [Moved("keys and values of all ranks", gather, gather + (6 * wide + 1) * whole,
@@ -143,52 +145,61 @@ class Attention(Part):
         # exchange is between them.
         output = ((kept("attention's output", seq * wide, piece=None if self.out.keeps else PIECE),)
                   if self.out.keeps or not model.attention_dropout else ())
-        if share.by_heads and self.out.keeps and not model.attention_dropout:
+        # What is exchanged has memory of its own, which is free once nothing reads it; else queries, keys and
+        # values are views of the projection.
+        views = not share.by_heads
+        if not views and self.out.keeps and not model.attention_dropout:
             output += (kept("attention's output for all tokens", seq * wide),)
-        positions = share.bytes(seq, element=8) * (share.tokens if share.by_heads else 1)
+        positions = share.bytes(seq, element=8) * (1 if views else share.tokens)
         ends = (kept("queries, keys and values as projected", seq * (wide + 2 * kv), piece=None),
                 *output, Saved("positions", positions if placed else 0))
         if normed:  # each norm saves what it reads, and its statistics
             # Queries of one group are a view of the projection; those of several are copied.
-            copied = grouped and kv_heads > share.over("tp") * tiles and not share.by_heads
+            copied = views and grouped and kv_heads > share.over("tp") * tiles
             ends = (*ends, kept("queries before their norm", seq * wide if copied else 0),
                     kept("statistics of queries' and keys' norms", seq * (heads + kv_heads), 4))
         if not model.attention_dropout:
-            # Exchanged ones have memory of their own, which is free once they are rotated.
-            turned = normed if share.by_heads else rotary or normed
-            return (*ends, kept("queries", seq * wide if turned or (grouped and not share.by_heads) else 0),
+            turned = normed or (rotary and views)
+            return (*ends, kept("queries", seq * wide if turned or (grouped and views) else 0),
                     kept("keys", seq * kv if turned else 0),
                     kept("log of attention's sums", heads * seq, 4))
         # Unfused attention saves keys and values for each query head. Where heads are rotated or copied, it
         # saves the results and not the projection; a norm saves that.
         squares, own = heads * seq * seq, wide if normed else 0
         instead = 2 * kv if (rotary or grouped) and not normed else 0
-        if share.by_heads:
-            instead = kv if normed else 2 * kv
+        instead = instead if views else kv * (1 if normed else 2)
+        whole = 2 * wide * (share.tokens if views else 1)
         return (*ends, kept("softmax of attention", squares, 4), kept("dropped attention", squares),
                 kept("attention mask", squares, 1), kept("queries", seq * own),
-                kept("keys and values of each query", seq * (2 * wide * (1 if share.by_heads else share.tokens) - instead)))
+                kept("keys and values of each query", seq * (whole - instead)))
 
     def forward(self, x_sBD: torch.Tensor, batch: Batch,
                 qk_scales: torch.Tensor | None = None) -> torch.Tensor:
         """`qk_scales`: the weights of the norms, from the first tile, [2, E]."""
         scales = () if not self.model.qk_norm else (
             self.norms.weights() if self.norms is not None else tuple(qk_scales))  # pyright: ignore
-        queries, context = self.model.heads // self.model.num_kv_heads, self.context
-        qkv = self.qkv(x_sBD).unflatten(-1, (-1, queries + 2, self.model.head_size))
+        context, runs = self.context, self._runs
+        through = partial(context.saving.through, PIECE)
+        qkv_SBKgE = self.qkv(x_sBD).unflatten(-1, (-1, sum(runs), self.model.head_size))
         if not context.by_heads:
-            core = context.saving.through(PIECE, self._core, qkv, batch, *scales)
-            return self.out(core.flatten(2))
-        parts = context.to_heads(qkv, (queries, 1, 1), context.sequence)
-        core = context.saving.through(PIECE, self._heads, *parts, batch, *scales)
-        return self.out(context.to_tokens(core, context.sequence).flatten(2))
+            return self.out(through(self._core, qkv_SBKgE, batch, *scales).flatten(2))
+        # Exchanges are outside of the piece: what is computed again sends nothing again.
+        parts = context.to_heads(qkv_SBKgE, runs, context.sequence)
+        x_SBKGE = through(self._of_parts, *parts, batch, *scales)
+        return self.out(context.to_tokens(x_SBKGE, context.sequence).flatten(2))
+
+    @property
+    def _runs(self) -> tuple[int, int, int]:
+        """Queries, keys and values of a key head."""
+        return self.model.heads // self.model.num_kv_heads, 1, 1
 
     def _core(self, qkv_SBKgE: torch.Tensor, batch: Batch, *scales: torch.Tensor) -> torch.Tensor:
         # `split` has one backward for all parts, where a slice of each would have one each, and their sum.
-        return self._heads(*qkv_SBKgE.split((qkv_SBKgE.shape[3] - 2, 1, 1), -2), batch, *scales)
+        q, k, v = qkv_SBKgE.split(self._runs, -2)
+        return self._of_parts(q, k, v, batch, *scales)
 
-    def _heads(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch,
-               *scales: torch.Tensor) -> torch.Tensor:
+    def _of_parts(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch,
+                  *scales: torch.Tensor) -> torch.Tensor:
         """Queries [S, B, K, G, E], keys and values [S, B, K, 1, E], weights of two norms [E] -> [S, B, K, G,
         E]."""
         model, shape = self.model, q.shape

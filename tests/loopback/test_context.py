@@ -169,7 +169,8 @@ def by_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shared: Any,
     kv_heads, sizes = k.shape[1], (q.shape[1] // k.shape[1], 1, 1)
     cells = torch.cat([part.permute(2, 0, 1, 3).unflatten(2, (kv_heads, -1)) for part in (q, k, v)], 3)
     parts = [part.flatten(2, 3).permute(1, 2, 0, 3) for part in to_heads(cells, sizes, shared)]
-    out = one_rank(*parts, documents).permute(2, 0, 1, 3)
+    q, k, v = parts
+    out = one_rank(q, k, v, documents).permute(2, 0, 1, 3)
     return to_tokens(out.unflatten(2, (-1, sizes[0])), shared).flatten(2, 3).permute(1, 2, 0, 3)
 
 
@@ -216,8 +217,8 @@ def test_attention_is_that_of_one_rank(form, size, kv_heads, documents):
 def test_heads_have_the_bits_of_one_rank(dtype, documents):
     """Whole sequences, the same kernel; and each head comes back to its place."""
     parts = drawn(64, 8, 4, dtype)
-    inputs = [part.clone().requires_grad_() for part in parts[:3]]
-    out = one_rank(*inputs, documents)
+    q, k, v = inputs = [part.clone().requires_grad_() for part in parts[:3]]
+    out = one_rank(q, k, v, documents)
     want = [out.detach(), *torch.autograd.grad(out, inputs, parts[3])]
     for got, one in zip(attended(4, parts, documents, "heads"), want, strict=True):
         assert torch.equal(got, one)
@@ -395,7 +396,8 @@ def test_an_exchange_has_its_price():
 def test_checkpoints(tmp_path, references):
     """4 ranks, 2, 1, with dp, tp, pp and the form changing."""
     path, want = "auto", references(with_cp(1), 6).losses
-    runs = [(2, [*PP, *TP, "zero.stage=1", "parallel.cp_form=heads"]), (4, [*DP, "zero.stage=3"]), (1, [*PP, "zero.stage=2"])]
+    runs = [(2, [*PP, *TP, "zero.stage=1", "parallel.cp_form=heads"]), (4, [*DP, "zero.stage=3"]),
+            (1, [*PP, "zero.stage=2"])]
     for number, (size, chosen) in enumerate(runs):
         losses, path = train(with_cp(size, *chosen, f"run.dir={tmp_path}", f"train.resume={path}"), 2)
         assert losses == pytest.approx(want[2 * number:2 * number + 2], rel=1e-5)
@@ -423,8 +425,9 @@ def test_sequences_grow(tmp_path):
     (["parallel.cp=0"], "parallel.cp=0: must be at least 1"),
     (["parallel.cp_form=heads"], "parallel.cp_form=heads needs parallel.cp > 1"),
     (["parallel.cp=2", "parallel.cp_form=ulysses"], "parallel.cp_form=ulysses: must be one of keys, heads"),
-    (["parallel.cp=4", "parallel.cp_form=heads", *TP], "parallel.cp_form=heads: parallel.cp=4 does not divide "
-     "the 2 key heads of a tp rank (4 over parallel.tp=2); use parallel.cp_form=keys"),
+    (["parallel.cp=4", "parallel.cp_form=heads", *TP],
+     "parallel.cp_form=heads: parallel.cp=4 does not divide the 2 key heads of a tp rank (4 over "
+     "parallel.tp=2); use parallel.cp_form=keys"),
     (["parallel.cp=2", "parallel.cp_form=heads", "model.family=llama", "model.kv_heads=1"],
      "parallel.cp_form=heads: parallel.cp=2 does not divide the 1 key head of a tp rank; use "
      "parallel.cp_form=keys"),

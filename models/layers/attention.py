@@ -185,6 +185,7 @@ class Attention(Part):
             return self.out(through(self._core, qkv_SBKgE, batch, *scales).flatten(2))
         # Exchanges are outside of the piece: what is computed again sends nothing again.
         parts = context.to_heads(qkv_SBKgE, runs, context.sequence)
+        del qkv_SBKgE
         x_SBKGE = through(self._of_parts, *parts, batch, *scales)
         return self.out(context.to_tokens(x_SBKGE, context.sequence).flatten(2))
 

@@ -259,6 +259,15 @@ def test_other_documents_are_not_seen(form):
 # ---------------------------------------------------------------- labels
 
 
+@pytest.mark.parametrize("size", [2, 4])
+def test_labels_are_shifted_before_the_cut(size):
+    """The label of a part's last token is the first token of the chunk behind it, on whichever rank."""
+    whole = Batch(torch.arange(16).repeat(2, 1), torch.arange(1, 17).repeat(2, 1), torch.arange(2), 0, 32)
+    parts = [whole.at(Places(16, index, size)) for index in range(size)]
+    assert all(torch.equal(part.labels_BS, part.tokens_BS + 1) for part in parts)
+    assert sorted(torch.cat([part.tokens_BS[0] for part in parts]).tolist()) == list(range(16))
+
+
 @pytest.mark.parametrize("counts", [[0], [15], [3, 4, 5, 8]])
 @pytest.mark.parametrize("form", FORMS)
 def test_labels_that_count_unevenly(counts, form):

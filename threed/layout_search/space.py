@@ -100,15 +100,10 @@ class Space:
                 for cp in self._choices("cp", [cp for cp in divisors(self.devices // tp) if cp <= most]):
                     alone = Layout(tp, sequence_parallel=cut, cp=cp,
                                    tile_linears=self.fixed.get("tile_linears"))
-                    for form in self._forms(alone):
+                    shared = self.base.model.num_kv_heads % (tp * cp) == 0  # key heads
+                    forms = ("keys", "heads") if shared else ("keys",)
+                    for form in self._choices("cp_form", forms) if cp > 1 else ("keys",):
                         yield from self._meshes(alone._replace(cp_form=form))
-
-    def _forms(self, alone: Layout) -> Sequence[str]:
-        """How its ranks of cp may attend to whole sequences."""
-        if alone.cp == 1:
-            return ("keys",)
-        heads = self.base.model.num_kv_heads % (alone.tp * alone.cp) == 0
-        return self._choices("cp_form", ("keys", "heads") if heads else ("keys",))
 
     def _meshes(self, alone: Layout) -> Iterator[Layout]:
         """All meshes with its tp and cp."""

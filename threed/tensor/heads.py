@@ -58,9 +58,7 @@ class _ToTokens(torch.autograd.Function):
 
 
 def _heads(x: torch.Tensor, sizes: tuple[int, ...], shared: Shared) -> tuple[torch.Tensor, ...]:
-    ranks, (length, size, heads, *rest) = shared.places.count, x.shape
-    leaves = x.new_empty(ranks, length, size, heads // ranks, *rest)
-    leaves.copy_(x.unflatten(2, (ranks, -1)).movedim(2, 0))
+    leaves = x.unflatten(2, (shared.places.count, -1)).movedim(2, 0)
     parts, places = _exchanged(leaves, shared).split(sizes, -2), _places(shared)
     return tuple(in_order(part.unbind(), places, 0) for part in parts)
 
@@ -78,7 +76,8 @@ def _tokens(parts: Sequence[torch.Tensor], shared: Shared) -> torch.Tensor:
 
 def _exchanged(leaves: torch.Tensor, shared: Shared) -> torch.Tensor:
     """[ranks, ...]: a part for each rank -> each rank's part for this one."""
-    came, each = torch.empty_like(leaves), [1] * len(leaves)
+    leaves, each = leaves.contiguous(), [1] * len(leaves)
+    came = torch.empty_like(leaves)
     shared.group.exchange(came, leaves, each, each).wait()
     return came
 

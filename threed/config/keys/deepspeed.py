@@ -12,17 +12,7 @@ from typing import Any
 from threed.base.errors import InputError
 from threed.base.quantity import whole_number
 from threed.config.keys.deepspeed_experts import KEYS as OF_EXPERTS
-from threed.config.keys.table import (
-    NO_KEY,
-    NOTHING,
-    Dropped,
-    Framework,
-    Given,
-    Key,
-    Refused,
-    over_heads,
-    where,
-)
+from threed.config.keys.table import NO_KEY, NOTHING, Dropped, Framework, Given, Key, Refused, where
 
 CLIPS_SINCE = (0, 19, 3)  # the version from which an absent gradient_clipping means 1.0 instead of 0
 _NAMES = {"adam": "adamw", "adamw": "adamw", "fusedadam": "adamw", "cpuadam": "adamw", "lion": "lion",
@@ -30,6 +20,10 @@ _NAMES = {"adam": "adamw", "adamw": "adamw", "fusedadam": "adamw", "cpuadam": "a
 _SHAPES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 _DTYPES = {"fp32": "fp32", "float32": "fp32", "torch.float32": "fp32", "fp16": "fp16", "float16": "fp16",
            "torch.float16": "fp16", "bf16": "bf16", "bfloat16": "bf16", "torch.bfloat16": "bf16"}
+
+
+def ulysses(value: Any, _: Given) -> Any:
+    return {"parallel.cp": value, "parallel.cp_form": "heads"}
 
 
 def dtype_of(given: Given) -> str:
@@ -356,7 +350,7 @@ ROWS = (
       for name in ("tensor_parallel.preset_model", "tensor_parallel.partition_config*",
                    "injection_policy*", "tp_grain_size", "keep_module_on_host", "kernel_inject",
                    "replace_with_kernel_inject")),
-    Key("sequence_parallel_size", "parallel.cp (with parallel.cp_form=heads)", over_heads, (1,)),
+    Key("sequence_parallel_size", "parallel.cp (with parallel.cp_form=heads)", ulysses, (1,)),
     # What is logged
     Key("steps_per_print", "monitor.console_every", _whole),
     Key("wall_clock_breakdown", NO_KEY + "steps are always timed (monitor.trace_every): threed compare RUN"),

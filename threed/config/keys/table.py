@@ -79,11 +79,6 @@ def where(lost: Callable[[Given], str], row: Key) -> Key:
     return row._replace(take=take)
 
 
-def over_heads(value: Any, _: Given) -> Any:
-    """Of ranks of Ulysses sequence parallelism."""
-    return {"parallel.cp": value, "parallel.cp_form": "heads"}
-
-
 class Framework(NamedTuple):
     name: str
     rows: tuple[Key, ...]

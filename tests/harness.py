@@ -97,7 +97,8 @@ SETTINGS: dict[str, dict[object, list[str]]] = {
     "shard_groups": {False: [], True: []},  # a matter of the mesh
     "experts": {"none": [], "one": EXPERTS, "ep": [*EXPERTS, "parallel.ep=2"],
                 "pair": [*EXPERTS, "parallel.ep=2", "parallel.pair=true"]},
-    "context": {"none": [], "keys": ["parallel.cp=2"]},  # and half as many ranks of dp
+    "context": {"none": [], "keys": ["parallel.cp=2"],  # and half as many ranks of dp
+                "heads": ["parallel.cp=2", "parallel.cp_form=heads"]},
 }
 # What these need on two positions; the others take 3, or 2 on the larger mesh of shard groups.
 MICROBATCHES = {"file": 2, **{name: row.least(2) for name, row in SCHEDULES.items() if row.least(2) > 3}}
@@ -174,13 +175,13 @@ def with_experts() -> list[Cell]:
 
 @cache
 def with_context() -> list[Cell]:
-    """A working cell with context parallelism for each choice of schedule, ZeRO stage and precision, and of
-    schedule and experts."""
+    """A working cell with each form of context parallelism for each choice of schedule, ZeRO stage and
+    precision, and of schedule and experts."""
     def choice(cell: Cell) -> tuple[object, ...] | None:
         if cell.context == "none":
             return None
-        return ((cell.schedule, cell.experts) if cell.experts != "none"
-                else (cell.schedule, cell.stage, cell.precision))
+        return (cell.context, *((cell.schedule, cell.experts) if cell.experts != "none"
+                                else (cell.schedule, cell.stage, cell.precision)))
 
     return _least_met(choice)
 

@@ -74,7 +74,7 @@ class Positions(Held):
         token its own."""
         places, weight = self.context.places, self.compute.weight
         if batch.documents is not None:
-            return F.embedding(batch.documents.positions_BS[:, places.stream].t(), weight)
+            return F.embedding(places.streamed(batch.documents.positions_BS).t(), weight)
         if places.count == 1:
             (run,) = places.runs
             return weight[run.start:run.stop].unsqueeze(1)

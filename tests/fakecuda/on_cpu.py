@@ -17,6 +17,7 @@ ON_CPU: dict[str, str] = {
     "test_context.py::test_attention_is_that": "its tensors are a CPU's; test_contract.py has cp here",
     "test_context.py::test_gradients_of_keys": "as above",
     "test_context.py::test_other_documents": "as above",
+    "test_context.py::test_heads_have_the_bits": "as above",
     "test_documents.py::test_cell": "16-bit attention is plain here, and rounds more than the reference's",
     "test_fused.py::test_compiled": "inductor does not know fake GPUs; make kernels compiles for a GPU",
     "test_fused.py::test_what_a_compiler_lacks": "as above",

@@ -189,6 +189,7 @@ KEYS: dict[str, Row | str] = {
     "parallel.tp": (plan, [], 2),
     "parallel.pp": (plan, [], 2),
     "parallel.cp": (plan, [], 2),
+    "parallel.cp_form": (plan, ["parallel.cp=2"], "heads"),
     "parallel.schedule": (plan, PP, "zb-h1"),
     "parallel.virtual_stages": (plan, INTERLEAVED, 3),
     "parallel.group": (plan, ["parallel.schedule=vertical"], 1),

@@ -30,7 +30,7 @@ class Cell(NamedTuple):
     # none, one (a rank has all experts of a block), ep (several ranks have them), pair (as ep, and a forward
     # and a backward are computed together)
     experts: str = "none"
-    context: str = "none"  # or keys: ranks share each sequence, and gather its keys
+    context: str = "none"  # or how ranks that share each sequence attend to all of it: keys, heads
 
     @property
     def id(self) -> str:
@@ -39,7 +39,7 @@ class Cell(NamedTuple):
         return "-".join([*words, "sp" if self.sequence_parallel else "nosp",
                          "tied" if self.tied else "untied",
                          "groups" if self.shard_groups else "nogroups", _EXPERTS[self.experts],
-                         *(["cp"] if self.context != "none" else [])])
+                         *_CONTEXT[self.context]])
 
     @property
     def test(self) -> str:
@@ -58,9 +58,10 @@ class Cell(NamedTuple):
         return cls("file" if parallel.schedule.startswith("file:") else parallel.schedule, config.zero.stage,
                    _offload(config), kept, config.precision.dtype, parallel.sequence_parallel,
                    config.model.tie_embeddings, config.shard_size < config.data_ranks,
-                   "pair" if parallel.pair else experts, "keys" if parallel.cp > 1 else "none")
+                   "pair" if parallel.pair else experts, parallel.cp_form if parallel.cp > 1 else "none")
 
 
+_CONTEXT = {"none": [], "keys": ["cp"], "heads": ["cp", "heads"]}
 _EXPERTS = {"none": "dense", "one": "experts", "ep": "ep", "pair": "pair"}  # words of a cell's name
 
 
@@ -81,7 +82,7 @@ def axes() -> dict[str, tuple[object, ...]]:
         "tied": (False, True),
         "shard_groups": (False, True),
         "experts": tuple(_EXPERTS),
-        "context": ("none", "keys"),
+        "context": tuple(_CONTEXT),
     }
 
 

@@ -11,7 +11,7 @@ from threed.base.address import is_store, local_path
 from threed.base.address import problem as address_problem
 from threed.base.errors import Idle, InputError, Problem
 from threed.base.mesh import axes_of
-from threed.base.quantity import parse_bytes
+from threed.base.quantity import many, parse_bytes
 from threed.config.contract import Cell, refusal
 from threed.config.named import unlike
 from threed.config.own_layers import unused
@@ -76,6 +76,8 @@ def _check_sizes(config: Config) -> Iterator[Problem]:
         given = "model.hidden / model.heads" if model.head_dim is None else "model.head_dim"
         yield Problem.of("model.position", f"=rotary needs an even head size; {given} = {model.head_size}")
     yield from _check_scaling(model)
+    if config.parallel.cp_form == "heads":
+        yield from _check_heads(config)
     if model.heads % model.num_kv_heads:
         yield Problem.of("model.heads", f"={model.heads} is not divisible by model.kv_heads={model.kv_heads}")
     sizes = {"model.heads": model.heads, "model.kv_heads": model.num_kv_heads, "model.hidden": model.hidden,
@@ -108,6 +110,18 @@ def _check_tokens(config: Config) -> Iterator[Problem]:
         cut = f" and parallel.tp={tp}" if tp > 1 else ""
         yield Problem.of("model.seq_len", f"={seq} with {axes}{cut}: each rank has two equal chunks of a "
                          f"sequence{', and equal parts of them' * (tp > 1)}; take a multiple of {parts}")
+
+
+def _check_heads(config: Config) -> Iterator[Problem]:
+    """With parallel.cp_form=heads each rank of cp has some key heads, with their queries."""
+    cp, tp, heads = config.parallel.cp, config.parallel.tp, config.model.num_kv_heads
+    if cp == 1:
+        yield Idle.of("parallel.cp_form", "=heads needs parallel.cp > 1: it says how ranks of cp share the "
+                      "work of attention")
+    elif heads % tp == 0 and heads // tp % cp:
+        of_tp = f" ({heads} over parallel.tp={tp})" if tp > 1 else ""
+        yield Problem.of("parallel.cp_form", f"=heads: parallel.cp={cp} does not divide the "
+                         f"{many(heads // tp, 'key head')} of a tp rank{of_tp}; use parallel.cp_form=keys")
 
 
 def _check_scaling(model: ModelConfig) -> Iterator[Problem]:

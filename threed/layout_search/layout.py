@@ -26,7 +26,7 @@ KEYS = {
     "reduce_every": "zero.reduce_every", "policy": "activation.policy", "every": "activation.every",
     "offload_activations": "activation.offload", "offload_optimizer": "offload.optimizer",
     "tile_linears": "model.tile_linears", "reduce_dtype": "precision.reduce_dtype", "ep": "parallel.ep",
-    "pair": "parallel.pair", "cp": "parallel.cp",
+    "pair": "parallel.pair", "cp": "parallel.cp", "cp_form": "parallel.cp_form",
 }
 
 
@@ -60,6 +60,7 @@ class Layout(NamedTuple):
     ep: int = 1
     pair: bool = False
     cp: int = 1
+    cp_form: str = "keys"
 
     @property
     def data_ranks(self) -> int:
@@ -124,9 +125,10 @@ class Layout(NamedTuple):
     # What some things depend on, as a layout whose other fields are as by default
 
     def of_model(self) -> Layout:
-        """The units of the model."""
+        """The units of the model. (Ranks that have heads of their own leave fewer for each tile.)"""
         return self.of_units()._replace(sequence_parallel=False, micro_batch_size=1, policy="none", every=1,
-                                        offload_activations=False, ep=1, cp=1)
+                                        offload_activations=False, ep=1,
+                                        cp=self.cp if self.cp_form == "heads" else 1)
 
     def of_mesh(self) -> Layout:
         """Groups of ranks."""
@@ -160,7 +162,7 @@ class Layout(NamedTuple):
 
     def text(self) -> str:
         """In a line: what a person would call it."""
-        more = f" cp {self.cp}" * (self.cp > 1) + f" ep {self.ep}" * (self.ep > 1)
+        more = f" cp {self.cp} ({self.cp_form})" * (self.cp > 1) + f" ep {self.ep}" * (self.ep > 1)
         words = [f"tp {self.tp} pp {self.pp} dp {self.dp}{more}"]
         if self.axis_order != "pp-dp-tp":
             words.append(self.axis_order)
@@ -218,7 +220,7 @@ def config_of(layout: Layout, base: Config) -> Config:
     config = copied(base)
     parallel, free = config.parallel, SCHEDULES[layout.schedule].virtual is None
     parallel.tp, parallel.pp, parallel.dp, parallel.ep = layout.tp, layout.pp, layout.dp, layout.ep
-    parallel.cp = layout.cp
+    parallel.cp, parallel.cp_form = layout.cp, layout.cp_form
     parallel.axis_order, parallel.schedule = layout.axis_order, layout.schedule
     parallel.virtual_stages = layout.virtual_stages if free else None
     parallel.sequence_parallel, parallel.pair = layout.sequence_parallel, layout.pair

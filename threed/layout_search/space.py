@@ -100,7 +100,10 @@ class Space:
                 for cp in self._choices("cp", [cp for cp in divisors(self.devices // tp) if cp <= most]):
                     alone = Layout(tp, sequence_parallel=cut, cp=cp,
                                    tile_linears=self.fixed.get("tile_linears"))
-                    yield from self._meshes(alone)
+                    shared = self.base.model.num_kv_heads % (tp * cp) == 0  # key heads
+                    forms = ("keys", "heads") if shared else ("keys",)
+                    for form in self._choices("cp_form", forms) if cp > 1 else ("keys",):
+                        yield from self._meshes(alone._replace(cp_form=form))
 
     def _meshes(self, alone: Layout) -> Iterator[Layout]:
         """All meshes with its tp and cp."""
@@ -190,7 +193,8 @@ class Space:
                 for row in self._changes(shape, rank)]
 
     def _changes(self, shape: Layout, rank: int) -> list[_Change]:
-        key = rank, shape.tp, shape.dp, shape.cp, shape.ep, shape.pp if shape.axis_order == "dp-pp-tp" else 1
+        key = (rank, shape.tp, shape.dp, shape.cp, shape.cp_form, shape.ep,
+               shape.pp if shape.axis_order == "dp-pp-tp" else 1)
         if key not in self._known:
             policy, away = self.recomputes[rank]
             result = []

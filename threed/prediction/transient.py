@@ -133,7 +133,7 @@ def _pipeline(config: Config, table: Table, run: range, items: Sequence[Instruct
     dtype = DTYPES[config.precision.dtype]
     saving = SavingPolicy(config.pieces)
     context = Context(config.model, comm.groups, config.parallel.sequence_parallel, dtype, grads, saving,
-                      _Kernels(alive), tokens=(share.tokens - 1, share.tokens))
+                      _Kernels(alive), tokens=(share.tokens - 1, share.tokens), by_heads=share.by_heads)
     layers = layers_of(config)
     parameters = {p.key: p for unit in run for layer in layers[slice(*table.units[unit].layers)]
                   for p in layer.parameters()}

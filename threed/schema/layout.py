@@ -80,6 +80,9 @@ class ParallelConfig:
                                   "sequence")
     cp: int = key(1, "context-parallel ranks, which share each sequence: each has a part of its tokens",
                   least=1)
+    cp_form: str = key("keys", "how attention of a part of each sequence reaches all of it", choices={
+        "keys": "keys and values are gathered over cp",
+        "heads": "an exchange gives each rank whole sequences of a part of the heads (Ulysses)"})
     ep: int = key(1, "expert-parallel ranks: runs of ranks of dp x tp, each of which holds all experts of a "
                   "layer", least=1)
     pair: bool = key(False, "a forward and a backward of different micro-batches are computed together, so "

@@ -19,6 +19,7 @@ from threed.tensor import fused_loss
 from threed.tensor.documents import Documents, attend, outside, rotate_at
 from threed.tensor.fused import Fused, rotate
 from threed.tensor.fused_loss import CHUNK, Chunks, LossKernels
+from threed.tensor.heads import to_heads, to_tokens
 from threed.tensor.keys import Shared, attend_to_all, keys_of_all
 from threed.tensor.layers import (
     ColumnParallelLinear,
@@ -79,7 +80,7 @@ class Batch:
             return self
         own, documents, last_B = places.own, self.documents, self.last_B
         if documents is not None:
-            documents = documents.at(taken(documents.positions_BS, own))
+            documents = documents.at(taken(documents.positions_BS, places.attended.own))
         if last_B is not None:
             here = [places.local(last) for last in last_B.tolist()]
             last_B = torch.tensor([-1 if last is None else last for last in here])
@@ -123,12 +124,15 @@ class Context:
     seed: int = 0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     tokens: tuple[int, int] = (0, 1)  # (index, count) of this rank among those that share a sequence
+    by_heads: bool = False  # in attention each of these has all tokens, and some of the heads
     _rotary: dict[tuple[torch.device, bool], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     keep_mask = staticmethod(keep_mask)
     numbers = staticmethod(numbers)
     outside = staticmethod(outside)
     keys_of_all = staticmethod(keys_of_all)
+    to_heads = staticmethod(to_heads)
+    to_tokens = staticmethod(to_tokens)
     experts: ClassVar[Any] = expert_operations  # of layers with experts
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -226,7 +230,7 @@ class Context:
     def attend(self, q_BNSE: torch.Tensor, k_BKSE: torch.Tensor, v_BKSE: torch.Tensor,
                batch: Batch) -> torch.Tensor:
         """Causal attention, inside documents where the batch has them, [B, N, S, E]."""
-        if self.tokens[1] > 1:
+        if self.places.attended.count > 1:
             return attend_to_all(q_BNSE, k_BKSE, v_BKSE, self.sequence, batch.documents)
         if batch.documents is not None:
             return attend(q_BNSE, k_BKSE, v_BKSE, batch.documents, self.varlen)
@@ -244,10 +248,11 @@ class Context:
 
     def rotary(self, device: torch.device, whole: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines of rotary positions (Su et al. 2021), [S, E] each: pairs are (i, i + E/2). Of
-        this rank's tokens, or of all positions (`whole`)."""
-        key = device, whole or self.tokens[1] == 1
+        the tokens that it attends with, or of all positions (`whole`)."""
+        attended = self.places.attended
+        key = device, whole or attended.count == 1
         if key not in self._rotary:
-            runs = (range(self.model.seq_len),) if whole else self.places.own
+            runs = (range(self.model.seq_len),) if whole else attended.own
             angles = torch.outer(numbers(runs, torch.device("cpu")).double(),
                                  frequencies(self.model)).repeat(1, 2)
             self._rotary[key] = angles.cos().to(device, self.dtype), angles.sin().to(device, self.dtype)
@@ -257,7 +262,7 @@ class Context:
     def places(self) -> Places:
         """Of this rank's tokens."""
         part = (self.group.rank(), self.group.size()) if self.sequence_parallel else (0, 1)
-        return Places(self.model.seq_len, *self.tokens, *part)
+        return Places(self.model.seq_len, *self.tokens, *part, self.by_heads)
 
     @property
     def sequence(self) -> Shared:

@@ -26,6 +26,7 @@ class Places(NamedTuple):
     count: int = 1
     part: int = 0  # of the residual stream, among the ranks of tp that cut it
     parts: int = 1
+    by_heads: bool = False  # it attends with all tokens, of some of the heads (parallel.cp_form=heads)
 
     def of(self, index: int) -> Runs:
         """The tokens of one of the ranks that share the sequence."""
@@ -36,8 +37,13 @@ class Places(NamedTuple):
 
     @property
     def own(self) -> Runs:
-        """The tokens of this rank, which its attention has."""
+        """The tokens of this rank."""
         return self.of(self.index)
+
+    @property
+    def attended(self) -> Places:
+        """The tokens that its attention has."""
+        return Places(self.length) if self.by_heads else self
 
     @property
     def size(self) -> int:
@@ -48,6 +54,11 @@ class Places(NamedTuple):
     def stream(self) -> slice:
         """Which of them are in its residual stream."""
         return slice(self.part * self.size, (self.part + 1) * self.size)
+
+    def streamed(self, attended_BS: torch.Tensor) -> torch.Tensor:
+        """Of numbers of the tokens that its attention has, those of its residual stream."""
+        own_BS = taken(attended_BS, self.own) if self.by_heads else attended_BS
+        return own_BS[:, self.stream]
 
     @property
     def runs(self) -> Runs:

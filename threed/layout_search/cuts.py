@@ -67,7 +67,7 @@ class Cuts:
     def few(self, layout: Layout) -> Few:
         """The smallest model with the kinds of units of a layout's."""
         own = layout.of_model()
-        return self.once(("few", own, layout.every), lambda: _few(self.alone(own), layout.every))
+        return self.once(("few", own, layout.by_number), lambda: _few(self.alone(own), layout.by_number))
 
     def fewest(self, layout: Layout) -> Config:
         """`alone`, with that model: a table of it is made soon."""
@@ -105,10 +105,10 @@ class Cuts:
         return [*itertools.pairwise(ends)]
 
 
-def _few(config: Config, every: int) -> Few:
-    """`every`: which units are recomputed depends on their number where it is above 1."""
+def _few(config: Config, by_number: bool) -> Few:
+    """`by_number`: units differ by where they are."""
     kinds, layers = _unit_kinds(config), config.model.layers
-    smaller = () if config.model.own_layers or every > 1 else range(1, min(layers, _FEW))
+    smaller = () if config.model.own_layers or by_number else range(1, min(layers, _FEW))
     for count in smaller:
         config.model.layers = count
         some = _unit_kinds(config)

@@ -106,6 +106,11 @@ class Layout(NamedTuple):
         return self.reduce_every == "step"
 
     @property
+    def by_number(self) -> bool:
+        """Whether a unit is computed again by its number."""
+        return self.every > 1
+
+    @property
     def budgeted(self) -> bool:
         """Whether only a plan knows which units are computed again."""
         return self.policy == "budget"

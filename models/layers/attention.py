@@ -30,6 +30,7 @@ from threed.spec.kernels import Kernel, Moved, Product
 from threed.spec.parameter import WHOLE, Cost, Parameter, Rows, Saved, Share, Tile, Traffic
 
 if TYPE_CHECKING:
+    from threed.spec.deal import Runs
     from threed.tensor.context import Batch
 
 PIECE = "attention"  # the activation piece of all between the two products
@@ -177,31 +178,35 @@ class Attention(Part):
         if probability == 0.0 or not batch.train:
             return self.context.attend(q, k, v, batch)
         # Fused attention draws its own dropout, which depends on the mesh: the weights are explicit here.
-        places = self.context.places
+        places = self.context.places(batch.documents)
         if places.count > 1:
-            k, v = self.context.keys_of_all(k, v, self.context.sequence)
+            k, v = self.context.keys_of_all(k, v, self.context.shared(batch))
         k, v = (t.repeat_interleave(queries, 1) for t in (k, v))
         (heads, rows), seq = q.shape[1:3], places.length
-        future = self._future(q, seq)  # added: not kept
+        future = _future(places.own, q, seq)  # added: not kept
         if batch.documents is not None:
             at = self.context.numbers(places.own, q.device)
             future = future.masked_fill(self.context.outside(batch.documents.positions_BS, at, seq),
                                         -torch.inf)
         scores = q @ k.transpose(-1, -2) * self.model.head_size**-0.5 + future
         first = (self.tile.index * self.context.group.size() + self.context.group.rank()) * heads
-        counters = self.context.numbers(_of_heads(places.own, first, heads, seq), q.device, seq)
+        squares = [_of_heads(runs, first, heads, seq) for runs in places.own]
+        counters = self.context.numbers(squares, q.device, seq)
         keep = self.context.keep_mask(probability, (batch.seed, f"{self.name}.weights"), batch.samples_B,
-                                      counters.view(heads, rows, seq))
+                                      counters.view(-1, heads, rows, seq))
         return (scores.float().softmax(-1).to(v.dtype) * keep / (1.0 - probability)) @ v
 
-    def _future(self, q: torch.Tensor, seq: int) -> torch.Tensor:
-        """-inf where a key is behind its query, else 0, [rows, seq]."""
-        parts = [torch.full((len(run), seq), -torch.inf, dtype=q.dtype, device=q.device).triu(run.start + 1)
-                 for run in self.context.places.own]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+def _future(own: Sequence[Runs], q: torch.Tensor, seq: int) -> torch.Tensor:
+    """-inf where a key is behind its query, else 0, [B, 1, rows, seq], or [rows, seq] for all sequences.
+    `own`: the places of the queries."""
+    parts = [[torch.full((len(run), seq), -torch.inf, dtype=q.dtype, device=q.device).triu(run.start + 1)
+              for run in runs] for runs in own]
+    each = [part[0] if len(part) == 1 else torch.cat(part) for part in parts]
+    return each[0] if len(each) == 1 else torch.stack(each).unsqueeze(1)
 
 
-def _of_heads(runs: Sequence[range], first: int, heads: int, seq: int) -> tuple[range, ...]:
+def _of_heads(runs: Runs, first: int, heads: int, seq: int) -> Runs:
     """Rows of the squares of heads, one square of `seq` rows after the other."""
     if len(runs) == 1:
         return (range(first * seq, (first + heads) * seq),)

@@ -88,11 +88,11 @@ def test_experts(cell, size, references):
 @pytest.mark.parametrize("parts", [1, 2])
 def test_every_token_has_one_rank(count, parts):
     whole = [Places(16, index, count, part, parts) for index in range(count) for part in range(parts)]
-    places = [place for each in whole for run in each.runs for place in run]
+    places = [place for each in whole for runs in each.runs for run in runs for place in run]
     assert sorted(places) == list(range(16)) and {each.size for each in whole} == {16 // count // parts}
     for each in whole:
-        own = numbers(each.own, torch.device("cpu")).tolist()
-        assert own[each.stream] == [place for run in each.runs for place in run]
+        (own,), (runs,) = numbers(each.own, torch.device("cpu")).tolist(), each.runs
+        assert own[each.stream] == [place for run in runs for place in run]
         assert [each.local(place) for place in own] == list(range(len(own)))
         assert each.local(next(iter({*range(16)} - {*own}), 16)) is None
 
@@ -106,9 +106,9 @@ def test_every_rank_has_the_same_work(count):
 
 
 def test_parts_become_whole():
-    places = [Places(16, index, 4).own for index in range(4)]
+    places = [Places(16, index, 4) for index in range(4)]
     whole = torch.randn(3, 16, 2)
-    assert torch.equal(in_order([taken(whole, each) for each in places], places, 1), whole)
+    assert torch.equal(in_order([taken(whole, each.own) for each in places], places[0].deals, 1), whole)
 
 
 # ---------------------------------------------------------------- attention
@@ -132,8 +132,8 @@ def attended(size: int, parts: list[torch.Tensor], documents: Documents | None =
         out = subject.attend_to_all(q, k, v, subject.Shared(group, places), documents)
         return out.detach(), *torch.autograd.grad(out, inputs, grad)
 
-    places = [Places(length, rank, size).own for rank in range(size)]
-    return [in_order(each, places, 2) for each in zip(*over_ranks(size, work), strict=True)]
+    deals = Places(length, 0, size).deals
+    return [in_order(each, deals, 2) for each in zip(*over_ranks(size, work), strict=True)]
 
 
 def drawn(length: int, heads: int, kv_heads: int,

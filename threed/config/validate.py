@@ -30,6 +30,7 @@ from threed.schema import (
     OptimizerConfig,
     PrecisionConfig,
 )
+from threed.spec.deal import CHUNKS
 
 
 def validate(config: Config, world_size: int | None = None) -> list[Problem]:
@@ -86,6 +87,7 @@ def _check_sizes(config: Config) -> Iterator[Problem]:
     if model.padded_vocab % tp:
         yield Problem("model.vocab_multiple", f"the padded vocabulary={model.padded_vocab} is not divisible "
                       f"by parallel.tp={tp}; set model.vocab_multiple={math.lcm(model.vocab_multiple, tp)}")
+    yield from _check_order(config)
     if config.token_ranks > 1:
         yield from _check_tokens(config)
     if config.parallel.sequence_parallel:
@@ -98,16 +100,34 @@ def _check_sizes(config: Config) -> Iterator[Problem]:
 
 
 def _check_tokens(config: Config) -> Iterator[Problem]:
-    """Ranks that share a sequence have two chunks of it each, and those of tp equal parts of these."""
+    """Ranks that share a sequence have equal chunks of it, and those of tp equal parts of these."""
     ranks, seq = config.token_ranks, config.model.seq_len
+    order, chunks = "", 2
+    if config.parallel.cp_order == "documents":
+        order, chunks = " in parallel.cp_order=documents", CHUNKS[0]
     axes = " x ".join(f"parallel.{axis}={config.axis_sizes[axis]}" for axis in axes_of("tokens")
                       if config.axis_sizes[axis] > 1)
     tp = config.parallel.tp if config.parallel.sequence_parallel else 1
-    parts = math.lcm(2 * ranks, ranks * tp)
+    parts = math.lcm(chunks * ranks, ranks * tp)
     if seq % parts:
         cut = f" and parallel.tp={tp}" if tp > 1 else ""
-        yield Problem.of("model.seq_len", f"={seq} with {axes}{cut}: each rank has two equal chunks of a "
-                         f"sequence{', and equal parts of them' * (tp > 1)}; take a multiple of {parts}")
+        each = f"{'two' if chunks == 2 else chunks} equal chunks of a sequence{order}"
+        yield Problem.of("model.seq_len", f"={seq} with {axes}{cut}: each rank has {each}"
+                         f"{', and equal parts of them' * (tp > 1)}; take a multiple of {parts}")
+
+
+def _check_order(config: Config) -> Iterator[Problem]:
+    """Documents decide which tokens a rank has only where there are some, and several ranks."""
+    order, cp = config.parallel.cp_order, config.parallel.cp
+    if order == "zigzag":
+        return
+    if cp == 1:
+        yield Idle.of("parallel.cp_order", f"={order} with parallel.cp=1: each rank has all tokens of its "
+                      "sequences; leave it out, or give parallel.cp, ranks that share them")
+    if not config.data.document_mask:
+        yield Idle.of("parallel.cp_order", f"={order} with data.document_mask=false: each sequence is one "
+                      "document, in which all ranks have equal work in zig-zag order; leave it out, or set "
+                      "data.document_mask=true, which keeps attention inside documents")
 
 
 def _check_scaling(model: ModelConfig) -> Iterator[Problem]:

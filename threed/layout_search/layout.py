@@ -218,7 +218,7 @@ def config_of(layout: Layout, base: Config) -> Config:
     config = copied(base)
     parallel, free = config.parallel, SCHEDULES[layout.schedule].virtual is None
     parallel.tp, parallel.pp, parallel.dp, parallel.ep = layout.tp, layout.pp, layout.dp, layout.ep
-    parallel.cp = layout.cp
+    parallel.cp, parallel.cp_order = layout.cp, base.parallel.cp_order if layout.cp > 1 else "zigzag"
     parallel.axis_order, parallel.schedule = layout.axis_order, layout.schedule
     parallel.virtual_stages = layout.virtual_stages if free else None
     parallel.sequence_parallel, parallel.pair = layout.sequence_parallel, layout.pair

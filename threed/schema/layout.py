@@ -80,6 +80,9 @@ class ParallelConfig:
                                   "sequence")
     cp: int = key(1, "context-parallel ranks, which share each sequence: each has a part of its tokens",
                   least=1)
+    cp_order: str = key("zigzag", "which tokens of a sequence each of them has", choices={
+        "zigzag": "two chunks, equal work in sequences of one document",
+        "documents": "chunks by each sequence's documents, nearly equal work in them"})
     ep: int = key(1, "expert-parallel ranks: runs of ranks of dp x tp, each of which holds all experts of a "
                   "layer", least=1)
     pair: bool = key(False, "a forward and a backward of different micro-batches are computed together, so "

@@ -19,7 +19,7 @@ import torch
 
 from threed.comm.group import Group
 from threed.tensor.documents import Documents
-from threed.tensor.places import Places, in_order, taken
+from threed.tensor.places import Places, in_order, runs_of, taken
 from threed.tensor.rectangles import Rectangle, kernel
 
 
@@ -34,12 +34,12 @@ class Shared(NamedTuple):
         own = torch.stack(parts)
         every = own.new_empty(self.group.size(), *own.shape)
         self.group.all_gather(every, own).wait()
-        return in_order(every.unbind(), [*map(self.places.of, range(self.places.count))], 3)
+        return in_order(every.unbind(), self.places.deals, 3, 1)
 
     def summed(self, whole: torch.Tensor) -> torch.Tensor:
         """Of the sum of all ranks' tensors [parts, B, K, S, E], this rank's tokens, [parts, B, K, s, E]."""
-        places = map(self.places.of, range(self.places.count))
-        every = torch.stack([taken(whole, runs, 3) for runs in places])
+        ranks = zip(*self.places.deals, strict=True)
+        every = torch.stack([taken(whole, rows, 3, 1) for rows in ranks])
         own = torch.empty_like(every[0])
         self.group.reduce_scatter(own, every).wait()
         return own
@@ -62,12 +62,13 @@ class _Block(NamedTuple):
 def _blocks(places: Places, documents: Documents | None, most: int | None) -> Iterator[_Block]:
     """All queries of this rank, at most so many at a time."""
     if documents is None or documents.whole:
-        spans = [(slice(None), 0, places.length)]
+        spans = [(slice(None), 0, places.length)]  # all have the same deal
     else:
         spans = [(slice(index, index + 1), first, stop) for index, first, stop in documents.runs()]
+    own = places.own
     for sequences, first, stop in spans:
         at = 0
-        for run in places.own:
+        for run in runs_of(own, sequences.start or 0):
             begin, end = max(first, run.start), min(stop, run.stop)
             for row in range(begin, end, most or max(1, end - begin)):
                 last = min(end, row + most) if most else end

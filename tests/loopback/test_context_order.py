@@ -208,9 +208,10 @@ def attended(deals: tuple[Deal, ...], parts: list[torch.Tensor], documents: Docu
 # ---------------------------------------------------------------- a batch
 
 
-def test_a_rank_in_the_middle_of_a_pipeline_has_positions_of_its_tokens():
+@pytest.mark.parametrize("order", ["zigzag", "documents"])
+def test_a_rank_in_the_middle_of_a_pipeline_has_positions_of_its_tokens(order):
     """It sees no tokens, and documents all the same."""
-    config = in_the_order(2, *LLAMA, "parallel.pp=3", "model.layers=4")
+    config = in_the_order(2, *LLAMA, "parallel.pp=3", "model.layers=4", f"parallel.cp_order={order}")
 
     def work(comm: Comm) -> list[float]:
         engine = Engine(Analysis(make_plan(config)), comm)

@@ -99,9 +99,9 @@ def test_learned_positions_do_not_grow(tmp_path):
     with pytest.raises(InputError) as error:
         train(tiny(*learned, "model.seq_len=64", "parallel.cp=4", "train.resume=auto"), 1)
     assert str(error.value).endswith(
-        "step-00000001 is of another model: model.seq_len=16 there, 64 here; model.position=learned has a row "
-        "of weights for each place, and none for others: only with model.position=rotary does a run go on at "
-        "another model.seq_len; give the model its sizes, or a new run a run.dir of its own")
+        "is of another model: model.seq_len=16 there, 64 here; model.position=learned has a row of weights for "
+        "each place, and none for others: only with model.position=rotary does a run go on at another "
+        "model.seq_len; give the model its sizes, or a new run a run.dir of its own")
 
 
 MESHES = {2: [*PP, *TP, "zero.stage=1"], 4: [*DP, "zero.stage=3"], 1: [*PP, *TP, *SP, "zero.stage=2"]}

@@ -99,8 +99,8 @@ def test_learned_positions_do_not_grow(tmp_path):
     with pytest.raises(InputError) as error:
         train(tiny(*learned, "model.seq_len=64", "parallel.cp=4", "train.resume=auto"), 1)
     assert str(error.value).endswith(
-        "is of another model: model.seq_len=16 there, 64 here; model.position=learned has a row of weights for "
-        "each place, and none for others: only with model.position=rotary does a run go on at another "
+        "is of another model: model.seq_len=16 there, 64 here; model.position=learned has a row of weights "
+        "for each place, and none for others: only with model.position=rotary does a run go on at another "
         "model.seq_len; give the model its sizes, or a new run a run.dir of its own")
 
 

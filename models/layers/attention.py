@@ -24,10 +24,10 @@ from threed.base.later import torch
 from threed.base.mesh import axes_of
 from threed.models.layers.base import Part
 from threed.models.layers.parts import MASK, Column, Held, Row, moved_by_norm
-from threed.schema import ModelConfig
+from threed.schema import KEYS, ModelConfig
 from threed.spec.kernels import AttentionKernel as Core
 from threed.spec.kernels import Kernel, Moved, Product
-from threed.spec.parameter import WHOLE, Cost, Parameter, Rows, Saved, Share, Tile, Traffic
+from threed.spec.parameter import WHOLE, WITHOUT, Cost, Parameter, Rows, Saved, Share, Tile, Traffic
 
 if TYPE_CHECKING:
     from threed.spec.deal import Runs
@@ -70,13 +70,15 @@ class Attention(Part):
 
     def _sent(self, share: Share) -> dict[tuple[str, str], Traffic]:
         """Keys and values of all tokens are gathered in forward, and again in backward, which adds up their
-        gradients in fp32. (Attention by separate operations keeps what it has gathered.)"""
+        gradients in fp32. (Attention by separate operations keeps what it has gathered, and so does the
+        piece KEYS.)"""
         if share.over("cp") == 1:
             return {}
         numbers = 2 * self.model.seq_len * self.model.num_kv_heads * self.model.head_size // self.tile.count
         gather, sums = (share.gathered(numbers, "cp", "tp", element) for element in (share.element, 4))
         again = Traffic() if self.model.attention_dropout else gather
-        return {("forward", "cp"): gather, (PIECE, "cp"): gather, ("input", "cp"): again + sums}
+        return {("forward", "cp"): gather, (PIECE, "cp"): gather, ("input", "cp"): sums,
+                (WITHOUT + KEYS, "cp"): again}
 
     def _kernels(self, share: Share) -> tuple[Kernel, ...]:
         model, piece = self.model, PIECE
@@ -137,6 +139,9 @@ class Attention(Part):
             ends = (*ends, kept("queries before their norm", seq * wide if copied else 0),
                     kept("statistics of queries' and keys' norms", seq * (heads + kv_heads), 4))
         if not model.attention_dropout:
+            if (ranks := share.over("cp")) > 1:
+                whole = kept("keys and values of all ranks", 2 * seq * kv * ranks)
+                ends = (*ends, whole._replace(kept_by=KEYS))
             return (*ends, kept("queries", seq * wide if rotary or grouped or normed else 0),
                     kept("keys", seq * kv if rotary or normed else 0),
                     kept("log of attention's sums", heads * seq, 4))

@@ -18,6 +18,7 @@ from threed.base.errors import ConfigError, ThreedError
 from threed.comm.group import Comm
 from threed.comm.process import initialized
 from threed.config.load import checked
+from threed.config.validate import warnings
 from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
 from threed.models.measure import Measured
@@ -40,12 +41,15 @@ LLAMA = ["model.family=llama", "model.kv_heads=2", "model.qk_norm=true"]
 DROPOUT = ["model.dropout=0.2", "model.attention_dropout=0.2"]
 DOCUMENTS = ["data.document_mask=true"]
 PIECES = ["activation.policy=selective", "activation.pieces=[attention,norm,mlp_act]"]
+KEPT = ["activation.policy=selective", "activation.pieces=[keys]"]
+BOTH = "activation.pieces=[keys,attention]"
 CELLS = {
     "alone": [], "dp": DP, "tp": TP, "sp": [*TP, *SP], "llama": LLAMA, "learned": ["model.position=learned"],
     "pp-tp": [*PP, *TP, "model.tie_embeddings=true"], "zb-h1": [*PP, *DP, "parallel.schedule=zb-h1"],
     "zb-v": [*PP, *TP, *SP, "parallel.schedule=zb-v"], "full": [*PP, "activation.policy=full", *LLAMA],
     "partition": [*TP, "activation.policy=full", "activation.partition=true"],
     "pieces": [*PIECES, *PP, "parallel.schedule=zb-h1"], "offload": [*DP, "offload.optimizer=cpu"],
+    "keys": [*KEPT, *PP, "parallel.schedule=zb-h1"], "keys-again": [*PIECES[:1], BOTH, *LLAMA, *TP],
     "host": ["activation.policy=full", "activation.offload=cpu"],
     "bf16": ["precision.dtype=bf16", *LLAMA], "bf16-sp": ["precision.dtype=bf16", *TP, *SP, *PP],
     "dropout": [*DROPOUT, *TP, *SP], "dropout-fused": ["model.dropout=0.2", "model.fused=auto", *TP, *SP],
@@ -249,7 +253,7 @@ def test_experts_over_tp_need_sequence_parallelism(name):
         checked(tiny(*SMALL, "parallel.cp=2", *FAMILIES[name], *MESHES["tp"]))
 
 
-@pytest.mark.parametrize("pieces", [(), ("attention",)])
+@pytest.mark.parametrize("pieces", [(), ("attention",), ("keys",), ("keys", "attention")])
 @pytest.mark.parametrize("name, mesh", COSTED)
 def test_layers_cost_what_they_declare(name, mesh, pieces):
     """Bytes that are gathered and summed over cp included. Attention's products count all keys, of which
@@ -265,8 +269,8 @@ def test_layers_cost_what_they_declare(name, mesh, pieces):
             if once := sent.pop(("once", axis), None):
                 sent["forward", axis] = sent.get(("forward", axis), Traffic()) + once
         assert sent == cost.sent, layer.name
-        if not pieces and name != "capacity":  # what it saves depends on its row weights
-            got, want = shown(cost), shown(declared + difference(config, layer.name))
+        if "attention" not in pieces and name != "capacity":  # what it saves depends on its row weights
+            got, want = shown(cost), shown(declared + difference(config, layer.name), pieces)
             assert got | {"sent": 0} == want | {"sent": 0}, layer.name
 
 
@@ -285,11 +289,23 @@ def difference(config: Config, name: str) -> Cost:
 
 
 @pytest.mark.parametrize("cell", [[], [*TP, *SP, *PP], DROPOUT, PIECES, ["activation.policy=full"],
-                                  ["precision.dtype=bf16", *LLAMA], [*PIECES, *DROPOUT],
-                                  [*EXPERTS, "model.moe_capacity=0.75", *TP, *SP]])
+                                  ["precision.dtype=bf16", *LLAMA], [*PIECES, *DROPOUT], KEPT,
+                                  [*KEPT[:1], BOTH, *PP], [*EXPERTS, "model.moe_capacity=0.75", *TP, *SP]])
 @pytest.mark.parametrize("size", [2, 4])
 def test_counted_is_predicted(size, cell):
     check(with_cp(size, *cell))
+
+
+def test_keys_are_kept_or_sent_again():
+    """The plan knows both: bytes kept, of all tokens, and bytes sent."""
+    without, kept = (make_plan(with_cp(4, *LLAMA, *more)).table.units[1] for more in ([], KEPT))
+    gathered = 2 * 16 * 8 * 4
+    assert kept.saved_bytes - without.saved_bytes == gathered
+    assert without.traffic["input"]["cp"] - kept.traffic["input"]["cp"] == gathered * 3 // 4
+    said = warnings(with_cp(2, *KEPT, "model.attention_dropout=0.1"))
+    assert any("keys does nothing here: with model.attention_dropout they are kept anyway" in line
+               for line in said)
+    assert any("keys does nothing here: parallel.cp=1" in line for line in warnings(with_cp(1, *KEPT)))
 
 
 def test_bytes_of_a_layer():

@@ -63,7 +63,8 @@ def test_sequences_of_four_times_the_length_on_four_ranks(more, monkeypatch):
 
 
 @pytest.mark.parametrize("more", [[], ["precision.dtype=bf16"], [*TP, *SP], ["activation.policy=full"],
-                                  transient.selective("attention,norm"), ["model.attention_dropout=0.1"]])
+                                  transient.selective("attention,norm"), transient.selective("keys"),
+                                  ["model.attention_dropout=0.1"]])
 def test_what_attention_holds(more, monkeypatch):
     """Of every instruction, gathered keys and the sums of their gradients included."""
     transient.alike(monkeypatch)

@@ -23,6 +23,7 @@ from threed.models.families.registry import calling, family_of
 from threed.models.layers.experts import ExpertsConfig
 from threed.models.tiling import cut_layers, layers_of, share_of
 from threed.schema import (
+    KEYS,
     PIECES,
     CheckpointConfig,
     Config,
@@ -208,10 +209,10 @@ def _check_activation(config: Config) -> Iterator[Problem]:
             parse_bytes(activation.budget)
         except InputError as error:
             yield Problem.of("activation.budget", f": {error}")
-    strange = [piece for piece in activation.pieces or () if piece not in PIECES]
+    strange = [piece for piece in activation.pieces or () if piece not in (*PIECES, KEYS)]
     if strange or activation.pieces == []:
         yield Problem.of("activation.pieces", f"={list(activation.pieces or ())}: must be some of "
-                         f"{', '.join(PIECES)}")
+                         f"{', '.join((*PIECES, KEYS))}")
 
 
 def _check_offload(config: Config) -> Iterator[Problem]:
@@ -348,6 +349,10 @@ def warnings(config: Config) -> list[str]:
             for kept in layer.cost(share_of(config)).saved):
         lines.append("activation.pieces: norm does nothing here: the tiles of a layer share its norm's "
                      "output, which is kept")
+    if KEYS in config.pieces and (parallel.cp == 1 or config.model.attention_dropout):
+        why = ("parallel.cp=1: no keys are gathered" if parallel.cp == 1 else
+               "with model.attention_dropout they are kept anyway")
+        lines.append(f"activation.pieces: {KEYS} does nothing here: {why}")
     kept, every = config.checkpoint.keep * config.checkpoint.every, config.run.verify_every
     if 0 < kept < every:
         lines.append(f"run.verify_every={every} is longer than checkpoint.keep x checkpoint.every = {kept}: "

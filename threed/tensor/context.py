@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map
 
 from threed.comm.group import Group
 from threed.devices import device_of
-from threed.schema import ModelConfig
+from threed.schema import KEYS, ModelConfig
 from threed.spec.deal import by_documents
 from threed.spec.parameter import NOT_COUNTED, Tile
 from threed.tensor import experts as expert_operations
@@ -229,7 +229,8 @@ class Context:
                batch: Batch) -> torch.Tensor:
         """Causal attention, inside documents where the batch has them, [B, N, S, E]."""
         if self.tokens[1] > 1:
-            return attend_to_all(q_BNSE, k_BKSE, v_BKSE, self.shared(batch), batch.documents)
+            keep = self.saving.again(KEYS)
+            return attend_to_all(q_BNSE, k_BKSE, v_BKSE, self.shared(batch), batch.documents, keep)
         if batch.documents is not None:
             return attend(q_BNSE, k_BKSE, v_BKSE, batch.documents, self.varlen)
         return F.scaled_dot_product_attention(q_BNSE, k_BKSE, v_BKSE, is_causal=True,

@@ -3,8 +3,8 @@
     keys and values of this rank's tokens  --gathered over cp-->  of all tokens, in the order of the sequence
     each chunk of queries attends to the keys up to its own end: one softmax over all of them
 
-Backward gathers keys and values again, rather than keeping them. Their gradients are added up in fp32, also
-where they have 16 bits, and each rank gets the sum of its own.
+Backward gathers keys and values again, unless they are kept (activation.pieces). Their gradients are added up
+in fp32, also where they have 16 bits, and each rank gets the sum of its own.
 
 Shapes: B micro-batch, s the tokens of this rank, S those of the sequence, N query heads, K key and value
 heads, E head size.
@@ -78,34 +78,34 @@ def _blocks(places: Places, documents: Documents | None, most: int | None) -> It
 
 
 def attend_to_all(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shared: Shared,
-                  documents: Documents | None) -> torch.Tensor:
+                  documents: Documents | None, keep: bool = False) -> torch.Tensor:
     """Causal attention, inside documents where there are some: [B, N, s, E], twice [B, K, s, E] -> [B, N, s,
-    E]."""
-    return _ToAll.apply(q, k, v, shared, documents)  # pyright: ignore[reportReturnType]
+    E]. `keep`: keys and values of all tokens, until backward."""
+    return _ToAll.apply(q, k, v, shared, documents, keep)  # pyright: ignore[reportReturnType]
 
 
 class _ToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shared: Shared,
-                documents: Documents | None):
+                documents: Documents | None, keep: bool):
         use = ctx.kernel = kernel(q.device, q.dtype, q.shape[3], q.shape[1] > k.shape[1])
         ctx.shared, ctx.blocks = shared, [*_blocks(shared.places, documents, use.rows)]
         size, heads, length, width = q.shape
         out = q.new_empty(size, length, heads, width).transpose(1, 2)  # in memory as a kernel's output
-        keys, values = shared.gathered(k, v)
+        keys, values = whole = shared.gathered(k, v)
         every = list[torch.Tensor]()
         for block in ctx.blocks:
             part, kept = use.forward(block.of(q), block.of_keys(keys), block.of_keys(values))
             block.of(out).copy_(part)
             every += kept
-        ctx.save_for_backward(q, k, v, out, *every)
+        ctx.save_for_backward(q, k, v, out, whole if keep else None, *every)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor):
-        q, k, v, out, *every = ctx.saved_tensors
+        q, k, v, out, whole, *every = ctx.saved_tensors
         shared, use = ctx.shared, ctx.kernel
-        whole = shared.gathered(k, v)
+        whole = shared.gathered(k, v) if whole is None else whole
         of_q, sums = torch.empty_like(q), torch.zeros_like(whole, dtype=torch.float32)
         each = len(every) // len(ctx.blocks)
         for number, block in enumerate(ctx.blocks):
@@ -115,7 +115,7 @@ class _ToAll(torch.autograd.Function):
                 block.of_keys(into).add_(part)
         del whole
         of_k, of_v = shared.summed(sums)
-        return of_q, of_k.to(k.dtype), of_v.to(v.dtype), None, None
+        return of_q, of_k.to(k.dtype), of_v.to(v.dtype), None, None, None
 
 
 def _backward(use: Rectangle, block: _Block, grad: torch.Tensor, given: tuple[torch.Tensor, ...],

@@ -149,8 +149,7 @@ class Measured:
                                by_heads=share.by_heads)
         self.weights = {p.key: weight_of(p, share, dtype) for p in layer.parameters()}
         layer.build(self.context, self.weights)
-        places = self.context.places
-        stream = places.size, share.sequences, model.hidden
+        stream = self.context.places().size, share.sequences, model.hidden
         length = share.length(model.seq_len)
         self.x = (torch.randn(2, length, share.sequences) if running else torch.randn(stream, dtype=dtype))
         hands = handing(layer)
@@ -166,7 +165,7 @@ class Measured:
         self.batch = Batch(tokens[:, :-1].clone(), tokens[:, 1:].clone(), samples, 0, count,
                            documents=documents)
         if share.tokens > 1:
-            self.batch = self.batch.at(places)
+            self.batch = self.batch.at(self.context.places(documents))
 
     def cost(self, first: bool = False) -> Cost:
         """`first`: whether the layer reads only tokens."""

@@ -28,12 +28,24 @@ from threed.base.later import torch
 from threed.base.mesh import axes_of
 from threed.models.layers.base import Part
 from threed.models.layers.parts import MASK, Column, Held, Row, moved_by_norm
-from threed.schema import ModelConfig
+from threed.schema import KEYS, ModelConfig
 from threed.spec.kernels import AttentionKernel as Core
 from threed.spec.kernels import Kernel, Moved, Product
-from threed.spec.parameter import HEADS, WHOLE, Cost, Parameter, Rows, Saved, Share, Tile, Traffic
+from threed.spec.parameter import (
+    HEADS,
+    WHOLE,
+    WITHOUT,
+    Cost,
+    Parameter,
+    Rows,
+    Saved,
+    Share,
+    Tile,
+    Traffic,
+)
 
 if TYPE_CHECKING:
+    from threed.spec.deal import Runs
     from threed.tensor.context import Batch
 
 PIECE = "attention"  # the activation piece of all between the two products
@@ -74,8 +86,9 @@ class Attention(Part):
 
     def _sent(self, share: Share) -> dict[tuple[str, str], Traffic]:
         """Keys and values of all tokens are gathered in forward, and again in backward, which adds up their
-        gradients in fp32. (Attention by separate operations keeps what it has gathered.) Or queries, keys and
-        values are exchanged, and attention's output; in backward their gradients."""
+        gradients in fp32. (Attention by separate operations keeps what it has gathered, and so does the
+        piece KEYS.) Or queries, keys and values are exchanged, and attention's output; in backward their
+        gradients."""
         if share.over("cp") == 1:
             return {}
         if share.by_heads:
@@ -86,7 +99,8 @@ class Attention(Part):
         numbers = 2 * self.model.seq_len * self.model.num_kv_heads * self.model.head_size // self.tile.count
         gather, sums = (share.gathered(numbers, "cp", "tp", element) for element in (share.element, 4))
         again = Traffic() if self.model.attention_dropout else gather
-        return {("forward", "cp"): gather, (PIECE, "cp"): gather, ("input", "cp"): again + sums}
+        return {("forward", "cp"): gather, (PIECE, "cp"): gather, ("input", "cp"): sums,
+                (WITHOUT + KEYS, "cp"): again}
 
     def _kernels(self, share: Share) -> tuple[Kernel, ...]:
         model, piece = self.model, PIECE
@@ -159,6 +173,9 @@ class Attention(Part):
             ends = (*ends, kept("queries before their norm", seq * wide if copied else 0),
                     kept("statistics of queries' and keys' norms", seq * (heads + kv_heads), 4))
         if not model.attention_dropout:
+            if (ranks := share.over("cp")) > 1 and not share.by_heads:
+                whole = kept("keys and values of all ranks", 2 * seq * kv * ranks)
+                ends = (*ends, whole._replace(kept_by=KEYS))
             turned = normed or (rotary and views)
             return (*ends, kept("queries", seq * wide if turned or (grouped and views) else 0),
                     kept("keys", seq * kv if turned else 0),
@@ -184,10 +201,10 @@ class Attention(Part):
         if not context.by_heads:
             return self.out(through(self._core, qkv_SBKgE, batch, *scales).flatten(2))
         # Exchanges are outside of the piece: what is computed again sends nothing again.
-        parts = context.to_heads(qkv_SBKgE, runs, context.sequence)
+        parts = context.to_heads(qkv_SBKgE, runs, context.shared(batch))
         del qkv_SBKgE
         x_SBKGE = through(self._of_parts, *parts, batch, *scales)
-        return self.out(context.to_tokens(x_SBKGE, context.sequence).flatten(2))
+        return self.out(context.to_tokens(x_SBKGE, context.shared(batch)).flatten(2))
 
     @property
     def _runs(self) -> tuple[int, int, int]:
@@ -219,37 +236,41 @@ class Attention(Part):
         if probability == 0.0 or not batch.train:
             return self.context.attend(q, k, v, batch)
         # Fused attention draws its own dropout, which depends on the mesh: the weights are explicit here.
-        places = self.context.places.attended
+        places = self.context.places(batch.documents).attended
         if places.count > 1:
-            k, v = self.context.keys_of_all(k, v, self.context.sequence)
+            k, v = self.context.keys_of_all(k, v, self.context.shared(batch))
         k, v = (t.repeat_interleave(queries, 1) for t in (k, v))
         (heads, rows), seq = q.shape[1:3], places.length
-        future = self._future(q, seq)  # added: not kept
+        future = _future(places.own, q, seq)  # added: not kept
         if batch.documents is not None:
             at = self.context.numbers(places.own, q.device)
             future = future.masked_fill(self.context.outside(batch.documents.positions_BS, at, seq),
                                         -torch.inf)
         scores = q @ k.transpose(-1, -2) * self.model.head_size**-0.5 + future
-        first = self._index() * heads
-        counters = self.context.numbers(_of_heads(places.own, first, heads, seq), q.device, seq)
+        squares = [_of_heads(runs, self._index() * heads, heads, seq) for runs in places.own]
+        counters = self.context.numbers(squares, q.device, seq)
         keep = self.context.keep_mask(probability, (batch.seed, f"{self.name}.weights"), batch.samples_B,
-                                      counters.view(heads, rows, seq))
+                                      counters.view(-1, heads, rows, seq))
         return (scores.float().softmax(-1).to(v.dtype) * keep / (1.0 - probability)) @ v
 
     def _index(self) -> int:
         """Of this rank's heads among those of all ranks and tiles."""
-        places, group = self.context.places, self.context.group
+        places, group = self.context.places(), self.context.group
         index = self.tile.index * group.size() + group.rank()
         return index * places.count + places.index if places.by_heads else index
 
-    def _future(self, q: torch.Tensor, seq: int) -> torch.Tensor:
-        """-inf where a key is behind its query, else 0, [rows, seq]."""
-        parts = [torch.full((len(run), seq), -torch.inf, dtype=q.dtype, device=q.device).triu(run.start + 1)
-                 for run in self.context.places.attended.own]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _of_heads(runs: Sequence[range], first: int, heads: int, seq: int) -> tuple[range, ...]:
+def _future(own: Sequence[Runs], q: torch.Tensor, seq: int) -> torch.Tensor:
+    """-inf where a key is behind its query, else 0, [B, 1, rows, seq], or [rows, seq] for all sequences.
+    `own`: the places of the queries."""
+    parts = [[torch.full((len(run), seq), -torch.inf, dtype=q.dtype, device=q.device).triu(run.start + 1)
+              for run in runs] for runs in own]
+    each = [part[0] if len(part) == 1 else torch.cat(part) for part in parts]
+    return each[0] if len(each) == 1 else torch.stack(each).unsqueeze(1)
+
+
+def _of_heads(runs: Runs, first: int, heads: int, seq: int) -> Runs:
     """Rows of the squares of heads, one square of `seq` rows after the other."""
     if len(runs) == 1:
         return (range(first * seq, (first + heads) * seq),)

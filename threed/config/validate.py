@@ -23,6 +23,7 @@ from threed.models.families.registry import calling, family_of
 from threed.models.layers.experts import ExpertsConfig
 from threed.models.tiling import cut_layers, layers_of, share_of
 from threed.schema import (
+    KEYS,
     PIECES,
     CheckpointConfig,
     Config,
@@ -30,6 +31,7 @@ from threed.schema import (
     OptimizerConfig,
     PrecisionConfig,
 )
+from threed.spec.deal import CHUNKS
 
 
 def validate(config: Config, world_size: int | None = None) -> list[Problem]:
@@ -88,6 +90,7 @@ def _check_sizes(config: Config) -> Iterator[Problem]:
     if model.padded_vocab % tp:
         yield Problem("model.vocab_multiple", f"the padded vocabulary={model.padded_vocab} is not divisible "
                       f"by parallel.tp={tp}; set model.vocab_multiple={math.lcm(model.vocab_multiple, tp)}")
+    yield from _check_order(config)
     if config.token_ranks > 1:
         yield from _check_tokens(config)
     if config.parallel.sequence_parallel:
@@ -100,16 +103,38 @@ def _check_sizes(config: Config) -> Iterator[Problem]:
 
 
 def _check_tokens(config: Config) -> Iterator[Problem]:
-    """Ranks that share a sequence have two chunks of it each, and those of tp equal parts of these."""
+    """Ranks that share a sequence have equal chunks of it, and those of tp equal parts of these."""
     ranks, seq = config.token_ranks, config.model.seq_len
+    order, chunks = "", 2
+    if config.parallel.cp_order == "documents":
+        order, chunks = " in parallel.cp_order=documents", CHUNKS[0]
     axes = " x ".join(f"parallel.{axis}={config.axis_sizes[axis]}" for axis in axes_of("tokens")
                       if config.axis_sizes[axis] > 1)
     tp = config.parallel.tp if config.parallel.sequence_parallel else 1
-    parts = math.lcm(2 * ranks, ranks * tp)
+    parts = math.lcm(chunks * ranks, ranks * tp)
     if seq % parts:
         cut = f" and parallel.tp={tp}" if tp > 1 else ""
-        yield Problem.of("model.seq_len", f"={seq} with {axes}{cut}: each rank has two equal chunks of a "
-                         f"sequence{', and equal parts of them' * (tp > 1)}; take a multiple of {parts}")
+        each = f"{'two' if chunks == 2 else chunks} equal chunks of a sequence{order}"
+        yield Problem.of("model.seq_len", f"={seq} with {axes}{cut}: each rank has {each}"
+                         f"{', and equal parts of them' * (tp > 1)}; take a multiple of {parts}")
+
+
+def _check_order(config: Config) -> Iterator[Problem]:
+    """Documents decide which tokens a rank has only where there are some, and several ranks."""
+    order, cp = config.parallel.cp_order, config.parallel.cp
+    if order == "zigzag":
+        return
+    if cp == 1:
+        yield Idle.of("parallel.cp_order", f"={order} with parallel.cp=1: each rank has all tokens of its "
+                      "sequences; leave it out, or give parallel.cp, ranks that share them")
+    if not config.data.document_mask:
+        yield Idle.of("parallel.cp_order", f"={order} with data.document_mask=false: each sequence is one "
+                      "document, in which all ranks have equal work in zig-zag order; leave it out, or set "
+                      "data.document_mask=true, which keeps attention inside documents")
+    if config.parallel.cp_form == "heads" and cp > 1:
+        yield Idle.of("parallel.cp_order", f"={order} with parallel.cp_form=heads: each rank attends to "
+                      "whole sequences, so that all have equal work; leave it out, or take "
+                      "parallel.cp_form=keys")
 
 
 def _check_heads(config: Config) -> Iterator[Problem]:
@@ -202,10 +227,10 @@ def _check_activation(config: Config) -> Iterator[Problem]:
             parse_bytes(activation.budget)
         except InputError as error:
             yield Problem.of("activation.budget", f": {error}")
-    strange = [piece for piece in activation.pieces or () if piece not in PIECES]
+    strange = [piece for piece in activation.pieces or () if piece not in (*PIECES, KEYS)]
     if strange or activation.pieces == []:
         yield Problem.of("activation.pieces", f"={list(activation.pieces or ())}: must be some of "
-                         f"{', '.join(PIECES)}")
+                         f"{', '.join((*PIECES, KEYS))}")
 
 
 def _check_offload(config: Config) -> Iterator[Problem]:
@@ -342,6 +367,10 @@ def warnings(config: Config) -> list[str]:
             for kept in layer.cost(share_of(config)).saved):
         lines.append("activation.pieces: norm does nothing here: the tiles of a layer share its norm's "
                      "output, which is kept")
+    if KEYS in config.pieces and (parallel.cp == 1 or config.model.attention_dropout):
+        why = ("parallel.cp=1: no keys are gathered" if parallel.cp == 1 else
+               "with model.attention_dropout they are kept anyway")
+        lines.append(f"activation.pieces: {KEYS} does nothing here: {why}")
     kept, every = config.checkpoint.keep * config.checkpoint.every, config.run.verify_every
     if 0 < kept < every:
         lines.append(f"run.verify_every={every} is longer than checkpoint.keep x checkpoint.every = {kept}: "

@@ -226,6 +226,8 @@ def config_of(layout: Layout, base: Config) -> Config:
     parallel, free = config.parallel, SCHEDULES[layout.schedule].virtual is None
     parallel.tp, parallel.pp, parallel.dp, parallel.ep = layout.tp, layout.pp, layout.dp, layout.ep
     parallel.cp, parallel.cp_form = layout.cp, layout.cp_form
+    if layout.cp == 1 or parallel.cp_form == "heads":
+        parallel.cp_order = "zigzag"
     parallel.axis_order, parallel.schedule = layout.axis_order, layout.schedule
     parallel.virtual_stages = layout.virtual_stages if free else None
     parallel.sequence_parallel, parallel.pair = layout.sequence_parallel, layout.pair

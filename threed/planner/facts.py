@@ -286,7 +286,7 @@ def saved_by_piece(config: Config) -> dict[str, int]:
     """Bytes of a block that a rank saves a micro-batch by recomputing each activation piece."""
     sizes = {str(piece): 0 for piece in PIECES}
     for kept in (kept for layer in cut_layers(config)[1] for kept in layer.cost(share_of(config)).saved):
-        if kept.piece is not None:
+        if kept.piece is not None and kept.kept_by is None:
             sizes[kept.piece] += kept.bytes
     return sizes
 

@@ -102,7 +102,7 @@ class Config:
 
     @property
     def pieces(self) -> tuple[str, ...]:
-        """Pieces of blocks that are computed again in backward."""
+        """Pieces of blocks that are computed again in backward, and KEYS where they are kept."""
         if self.activation.policy != "selective":
             return ()
         return ("norm", "mlp_act") if self.activation.pieces is None else tuple(self.activation.pieces)

@@ -236,8 +236,10 @@ class Saved(NamedTuple):
     what: str
     bytes: int
     piece: str | None = None  # the activation piece that computes it again instead
+    kept_by: str | None = None  # the one without which it is not kept
 
 
+WITHOUT = "without "
 _PHASES = ("forward", "once", "input", "weight")
 
 
@@ -250,7 +252,8 @@ class Cost:
     operands: int = 0  # bytes kept from the input half of backward to the weights' half
     # (phase: forward, input, weight, or once: in training alone, and not where forward is computed again;
     # axis) -> what is sent in it. A phase with the name of an activation piece is of its forward: it is sent
-    # in the input half, too, where the piece is computed again.
+    # in the input half, too, where the piece is computed again. One with WITHOUT before the name is sent
+    # there unless the piece is chosen.
     sent: Mapping[tuple[str, str], Traffic] = field(default_factory=dict)
 
     def __add__(self, other: Cost) -> Cost:
@@ -271,13 +274,14 @@ class Cost:
                    if isinstance(kernel, Product) and kernel.weight == FROZEN)
 
     def sent_by(self, again: tuple[str, ...] = ()) -> dict[tuple[str, str], Traffic]:
-        """(phase, axis) -> what is sent in it, where the pieces `again` are computed again."""
+        """(phase, axis) -> what is sent in it, where the pieces `again` are chosen."""
         sent = {where: each for where, each in self.sent.items() if where[0] in _PHASES}
         for (piece, axis), each in self.sent.items():
-            if piece in again:
+            if piece in again or (piece.startswith(WITHOUT) and piece.removeprefix(WITHOUT) not in again):
                 sent["input", axis] = sent.get(("input", axis), Traffic()) + each
         return sent
 
     def saved_bytes(self, again: tuple[str, ...] = ()) -> int:
-        """Bytes saved from forward to backward, without the pieces `again`, which are computed again."""
-        return sum(kept.bytes for kept in self.saved if kept.piece not in again)
+        """Bytes saved from forward to backward, where the pieces `again` are chosen."""
+        return sum(kept.bytes for kept in self.saved
+                   if kept.piece not in again and (kept.kept_by is None or kept.kept_by in again))

@@ -20,8 +20,9 @@ from typing import Any
 
 import torch
 
+from threed.spec.deal import Deal
 from threed.tensor.keys import Shared
-from threed.tensor.places import Runs, in_order
+from threed.tensor.places import in_order
 
 
 def to_heads(x: torch.Tensor, sizes: Sequence[int], shared: Shared) -> tuple[torch.Tensor, ...]:
@@ -59,8 +60,8 @@ class _ToTokens(torch.autograd.Function):
 
 def _heads(x: torch.Tensor, sizes: tuple[int, ...], shared: Shared) -> tuple[torch.Tensor, ...]:
     leaves = x.unflatten(2, (shared.places.count, -1)).movedim(2, 0)
-    parts, places = _exchanged(leaves, shared).split(sizes, -2), _places(shared)
-    return tuple(in_order(part.unbind(), places, 0) for part in parts)
+    parts, deals = _exchanged(leaves, shared).split(sizes, -2), [_deal(shared)]
+    return tuple(in_order(part.unbind(), deals, 0) for part in parts)
 
 
 def _tokens(parts: Sequence[torch.Tensor], shared: Shared) -> torch.Tensor:
@@ -68,7 +69,7 @@ def _tokens(parts: Sequence[torch.Tensor], shared: Shared) -> torch.Tensor:
     sizes = [part.shape[3] for part in parts]
     leaves = parts[0].new_empty(ranks, length // ranks, size, heads, sum(sizes), width)
     for part, into in zip(parts, leaves.split(sizes, -2), strict=True):
-        for rows, runs in zip(into, _places(shared), strict=True):
+        for rows, runs in zip(into, _deal(shared), strict=True):
             for piece, run in zip(rows.split([*map(len, runs)]), runs, strict=True):
                 piece.copy_(part[run.start:run.stop])
     return _exchanged(leaves, shared).movedim(0, 2).flatten(2, 3)
@@ -82,6 +83,7 @@ def _exchanged(leaves: torch.Tensor, shared: Shared) -> torch.Tensor:
     return came
 
 
-def _places(shared: Shared) -> list[Runs]:
+def _deal(shared: Shared) -> Deal:
     """The tokens of each rank."""
-    return [*map(shared.places.of, range(shared.places.count))]
+    (deal,) = shared.places.deals
+    return deal

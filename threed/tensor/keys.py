@@ -3,8 +3,8 @@
     keys and values of this rank's tokens  --gathered over cp-->  of all tokens, in the order of the sequence
     each chunk of queries attends to the keys up to its own end: one softmax over all of them
 
-Backward gathers keys and values again, rather than keeping them. Their gradients are added up in fp32, also
-where they have 16 bits, and each rank gets the sum of its own.
+Backward gathers keys and values again, unless they are kept (activation.pieces). Their gradients are added up
+in fp32, also where they have 16 bits, and each rank gets the sum of its own.
 
 Shapes: B micro-batch, s the tokens of this rank, S those of the sequence, N query heads, K key and value
 heads, E head size.
@@ -19,7 +19,7 @@ import torch
 
 from threed.comm.group import Group
 from threed.tensor.documents import Documents
-from threed.tensor.places import Places, in_order, taken
+from threed.tensor.places import Places, in_order, runs_of, taken
 from threed.tensor.rectangles import Rectangle, kernel
 
 
@@ -35,12 +35,12 @@ class Shared(NamedTuple):
         own = torch.stack(parts)
         every = own.new_empty(self.group.size(), *own.shape)
         self.group.all_gather(every, own).wait()
-        return in_order(every.unbind(), [*map(self.places.of, range(self.places.count))], 3)
+        return in_order(every.unbind(), self.places.deals, 3, 1)
 
     def summed(self, whole: torch.Tensor) -> torch.Tensor:
         """Of the sum of all ranks' tensors [parts, B, K, S, E], this rank's tokens, [parts, B, K, s, E]."""
-        places = map(self.places.of, range(self.places.count))
-        every = torch.stack([taken(whole, runs, 3) for runs in places])
+        ranks = zip(*self.places.deals, strict=True)
+        every = torch.stack([taken(whole, rows, 3, 1) for rows in ranks])
         own = torch.empty_like(every[0])
         self.group.reduce_scatter(own, every).wait()
         return own
@@ -63,12 +63,13 @@ class _Block(NamedTuple):
 def _blocks(places: Places, documents: Documents | None, most: int | None) -> Iterator[_Block]:
     """All queries of this rank, at most so many at a time."""
     if documents is None or documents.whole:
-        spans = [(slice(None), 0, places.length)]
+        spans = [(slice(None), 0, places.length)]  # all have the same deal
     else:
         spans = [(slice(index, index + 1), first, stop) for index, first, stop in documents.runs()]
+    own = places.own
     for sequences, first, stop in spans:
         at = 0
-        for run in places.own:
+        for run in runs_of(own, sequences.start or 0):
             begin, end = max(first, run.start), min(stop, run.stop)
             for row in range(begin, end, most or max(1, end - begin)):
                 last = min(end, row + most) if most else end
@@ -78,34 +79,34 @@ def _blocks(places: Places, documents: Documents | None, most: int | None) -> It
 
 
 def attend_to_all(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shared: Shared,
-                  documents: Documents | None) -> torch.Tensor:
+                  documents: Documents | None, keep: bool = False) -> torch.Tensor:
     """Causal attention, inside documents where there are some: [B, N, s, E], twice [B, K, s, E] -> [B, N, s,
-    E]."""
-    return _ToAll.apply(q, k, v, shared, documents)  # pyright: ignore[reportReturnType]
+    E]. `keep`: keys and values of all tokens, until backward."""
+    return _ToAll.apply(q, k, v, shared, documents, keep)  # pyright: ignore[reportReturnType]
 
 
 class _ToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shared: Shared,
-                documents: Documents | None):
+                documents: Documents | None, keep: bool):
         use = ctx.kernel = shared.kernel(q.device, q.dtype, q.shape[3], q.shape[1] > k.shape[1])
         ctx.shared, ctx.blocks = shared, [*_blocks(shared.places, documents, use.rows)]
         size, heads, length, width = q.shape
         out = q.new_empty(size, length, heads, width).transpose(1, 2)  # in memory as a kernel's output
-        keys, values = shared.gathered(k, v)
+        keys, values = whole = shared.gathered(k, v)
         every = list[torch.Tensor]()
         for block in ctx.blocks:
             part, kept = use.forward(block.of(q), block.of_keys(keys), block.of_keys(values))
             block.of(out).copy_(part)
             every += kept
-        ctx.save_for_backward(q, k, v, out, *every)
+        ctx.save_for_backward(q, k, v, out, whole if keep else None, *every)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor):
-        q, k, v, out, *every = ctx.saved_tensors
+        q, k, v, out, whole, *every = ctx.saved_tensors
         shared, use = ctx.shared, ctx.kernel
-        whole = shared.gathered(k, v)
+        whole = shared.gathered(k, v) if whole is None else whole
         of_q, sums = torch.empty_like(q), torch.zeros_like(whole, dtype=torch.float32)
         each = len(every) // len(ctx.blocks)
         for number, block in enumerate(ctx.blocks):
@@ -115,7 +116,7 @@ class _ToAll(torch.autograd.Function):
                 block.of_keys(into).add_(part)
         del whole
         of_k, of_v = shared.summed(sums)
-        return of_q, of_k.to(k.dtype), of_v.to(v.dtype), None, None
+        return of_q, of_k.to(k.dtype), of_v.to(v.dtype), None, None, None
 
 
 def _backward(use: Rectangle, block: _Block, grad: torch.Tensor, given: tuple[torch.Tensor, ...],

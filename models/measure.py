@@ -33,7 +33,8 @@ from threed.tensor.saving import SavingPolicy
 class SilentGroup(Group):
     """Counts bytes and rings but sends nothing: results are as if every rank had this rank's values."""
 
-    rings = 0  # as Traffic has them
+    # as Traffic has them
+    rings = exchanged = exchanges = 0
 
     def _count(self, tensor: torch.Tensor, rounds: int, given: torch.Tensor) -> None:
         self.rings += rounds * (self.size() > 1)
@@ -53,6 +54,8 @@ class SilentGroup(Group):
 
     def _exchange(self, output: torch.Tensor, tensor: torch.Tensor, gives: Sequence[int],
                   takes: Sequence[int]) -> Handle:
+        self.exchanged += (len(tensor) - gives[self.rank()]) * tensor[:1].nbytes
+        self.exchanges += 1
         output.zero_()  # how many rows another rank would have is not known
         return Handle(None)
 
@@ -142,11 +145,11 @@ class Measured:
         self.groups = groups = silent_groups(share, self.sent)
         self.grads = WeightGrads()
         self.context = Context(model, groups, bool(share.sequence), dtype, self.grads,
-                               SavingPolicy(tuple(pieces)), tokens=(share.tokens - 1, share.tokens))
+                               SavingPolicy(tuple(pieces)), tokens=(share.tokens - 1, share.tokens),
+                               by_heads=share.by_heads)
         self.weights = {p.key: weight_of(p, share, dtype) for p in layer.parameters()}
         layer.build(self.context, self.weights)
-        places = self.context.places
-        stream = places.size, share.sequences, model.hidden
+        stream = self.context.places().size, share.sequences, model.hidden
         length = share.length(model.seq_len)
         self.x = (torch.randn(2, length, share.sequences) if running else torch.randn(stream, dtype=dtype))
         hands = handing(layer)
@@ -163,7 +166,7 @@ class Measured:
         self.batch = Batch(tokens[:, :-1].clone(), tokens[:, 1:].clone(), samples, 0, count,
                            documents=documents)
         if share.tokens > 1:
-            self.batch = self.batch.at(places)
+            self.batch = self.batch.at(self.context.places(documents))
 
     def cost(self, first: bool = False) -> Cost:
         """`first`: whether the layer reads only tokens."""
@@ -230,11 +233,12 @@ class Measured:
 
     def _sent(self, phase: str) -> dict[tuple[str, str], Traffic]:
         """What was sent since it was asked before, in a phase."""
-        rings = Counter[str]()
+        calls = dict.fromkeys(self.sent, Traffic())
         for group in self.groups.values():
-            rings[GROUPS[group.name].counts] += group.rings
-            group.rings = 0
-        sent = {(phase, axis): Traffic(size, rings[axis]) for axis, size in self.sent.items() if size}
+            if (axis := GROUPS[group.name].counts) in calls:
+                calls[axis] += Traffic(0, group.rings, group.exchanged, group.exchanges)
+            group.rings = group.exchanged = group.exchanges = 0
+        sent = {(phase, axis): calls[axis] + Traffic(size) for axis, size in self.sent.items() if size}
         self.sent.clear()
         return sent
 

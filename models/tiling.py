@@ -68,7 +68,7 @@ class Limit:
 
     def cells(self, part: Tileable) -> int:
         """Cells of a part on one rank."""
-        return part.cells // self.share.over(part.axis)
+        return part.cells // self.share.over(getattr(part, "cells_over", part.axis))
 
     def fits(self, part: Part | Tileable) -> bool:
         return self.size(part) <= self.bytes
@@ -95,7 +95,7 @@ def share_of(config: Config) -> Share:
     ranks = {axis: getattr(parallel, axis) for axis in (*axes_of("tokens"), *axes_of("parameters"), *FOLDS)}
     return Share(ranks, ("tp",) if parallel.sequence_parallel else (), config.train.micro_batch_size,
                  BYTES[config.precision.dtype], config.data.document_mask, config.masked,
-                 config.token_ranks)
+                 config.token_ranks, config.by_heads)
 
 
 def model_key(config: Config) -> object:
@@ -164,8 +164,10 @@ def _check(asked: str, limit: Limit, whole: Sequence[Layer]) -> None:
              for kind, part in parts.items() if not limit.count(part)}
     if least:
         worst = max(least, key=lambda kind: least[kind])
+        ranks = parts[worst].cells // limit.share.over(parts[worst].axis) // limit.cells(parts[worst])
+        each = " for each rank of cp" * (ranks > 1)
         raise InputError(f"{asked}: {worst} has {show_bytes(limit.size(parts[worst]))} a rank, and its "
-                         f"smallest tile, one {parts[worst].cell}, has {least[worst]} bytes "
+                         f"smallest tile, one {parts[worst].cell}{each}, has {least[worst]} bytes "
                          f"({show_bytes(least[worst])}): raise it to that, or raise parallel.tp")
 
 

@@ -33,6 +33,7 @@ from threed.schedules.orders import SCHEDULES
 from threed.schema import Config
 from threed.tensor.context import Batch
 from threed.tensor.documents import Documents
+from threed.tensor.places import runs_of
 
 TINY = ["model.layers=6", "model.hidden=32", "model.heads=8", "model.vocab=120", "model.vocab_multiple=64",
         "model.seq_len=16", "train.global_batch_size=8", "train.micro_batch_size=1", "train.steps=5",
@@ -98,6 +99,7 @@ SETTINGS: dict[str, dict[object, list[str]]] = {
     "experts": {"none": [], "one": EXPERTS, "ep": [*EXPERTS, "parallel.ep=2"],
                 "pair": [*EXPERTS, "parallel.ep=2", "parallel.pair=true"]},
     "context": {"none": [], "keys": ["parallel.cp=2"],  # and half as many ranks of dp
+                "heads": ["parallel.cp=2", "parallel.cp_form=heads"],
                 "overlap": ["parallel.cp=2", "parallel.cp_overlap=true"]},
 }
 # What these need on two positions; the others take 3, or 2 on the larger mesh of shard groups.
@@ -302,9 +304,9 @@ def replay(engine: Engine, picks: Picks) -> None:
     """Routers choose what a reference chose."""
 
     def choice(layer: Routes, scores: torch.Tensor, batch: Batch) -> torch.Tensor:
-        runs = layer.context.places.runs
-        mine = [[picks[layer.name, sample][place] for run in runs for place in run]
-                for sample in batch.samples_B.tolist()]
+        rows = layer.context.places(batch.documents).runs
+        mine = [[picks[layer.name, sample][place] for run in runs_of(rows, at) for place in run]
+                for at, sample in enumerate(batch.samples_B.tolist())]
         return torch.tensor(mine, device=scores.device).transpose(0, 1).flatten(0, 1)
 
     for layer in itertools.chain(*engine.pipeline.layers.values()):

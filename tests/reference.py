@@ -339,11 +339,12 @@ class Reference:
         self.picks.clear()
         return total
 
-    def run(self, steps: int) -> Result:
+    def run(self, steps: int, first: int = 0) -> Result:
+        """So many steps, from the step `first` on."""
         config, result = self.config.optimizer, Result([], [], {}, {})
-        for step in range(steps):
+        for step in range(first, first + steps):
             result.losses.append(self.backward(step))
-            if step == 0:
+            if step == first:
                 result.first_grads = {name: value.grad.clone() for name, value in self.trained.items()}  # pyright: ignore
             limit = config.clip_grad or float("inf")
             normed = [value for name, value in self.trained.items() if name not in self.counted]
@@ -359,6 +360,6 @@ class Reference:
             self.publish()
         result.weights = {name: value.detach() for name, value in self.masters.items()}
         with torch.no_grad():
-            result.evaluated = sum(loss.item() for loss, _ in self.losses(steps, train=False))
+            result.evaluated = sum(loss.item() for loss, _ in self.losses(first + steps, train=False))
         result.picks, result.margin = self.choices, self.margin
         return result

@@ -29,7 +29,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bench.common import TIMEOUT_S, answer, columns, machine, on_ranks, processors, start_together
+from bench.common import (
+    TIMEOUT_S,
+    answer,
+    columns,
+    machine,
+    on_ranks,
+    processors,
+    put_section,
+    start_together,
+)
 from bench.peers import sleeping_experts
 from bench.peers.sleeping_engine import (
     SHAPE,
@@ -63,7 +72,7 @@ from threed.spec.kernels import Product
 
 CP = 2  # ranks of a position
 PROJECT = 0.2  # share of a block's computation before its keys travel
-HEADING = "## Overlap"  # of the section of the results' file
+TITLE = "Overlap"  # of the section of the results' file
 
 
 class Work(NamedTuple):
@@ -267,7 +276,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="one step of each")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers here too")
     parser.add_argument("--markdown", type=Path, metavar="FILE",
-                        help=f"write the section '{HEADING[3:]}' of this file anew")
+                        help=f"write the section '{TITLE}' of this file anew")
     args = parser.parse_args(argv)
     if args.quick:
         args.repeat = 1
@@ -300,22 +309,14 @@ def main(argv: Sequence[str]) -> None:
     text = f"{columns([HEAD, *map(cells, rows)])}\n\n```\n{verdicts(rows, args.target, args.hidden)}\n```\n"
     print(text, end="")
     if args.markdown:
-        head = (f"{HEADING}\n\n`python -m bench.peers.sleeping_keys {' '.join(argv)}`, "
+        head = (f"`python -m bench.peers.sleeping_keys {' '.join(argv)}`, "
                 f"{time.strftime('%Y-%m-%d')}. {about(args)}.\n"
                 "What the columns are is in [../README.md](../README.md).\n")
-        args.markdown.write_text(sectioned(args.markdown, f"{head}\n{text}"))
+        put_section(args.markdown, TITLE, f"{head}\n{text}")
     if args.json:
         args.json.write_text(json.dumps({"about": about(args), "rows": [
             {**row._asdict(), "case": row.case._asdict(), "threed": row.threed._asdict()} for row in rows]},
             indent=1) + "\n")
-
-
-def sectioned(file: Path, section: str) -> str:
-    """The text of a file with this section in place of the one with its heading, or at the end."""
-    before = file.read_text() if file.exists() else "# Context parallelism\n"
-    first, found, rest = before.partition(f"{HEADING}\n")
-    _, more, behind = rest.partition("\n## ") if found else ("", "", "")
-    return f"{first.rstrip()}\n\n{section}" + (f"\n## {behind}" if more else "")
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from bench.common import (
     machine,
     on_ranks,
     processors,
+    put_section,
     start_together,
 )
 from bench.peers.zero_peers import DEEPSPEED, DEEPSPEED_VERSION, Step
@@ -43,11 +44,13 @@ TOLERANCE = 1e-5  # relative, of losses
 
 
 class Target(NamedTuple):
-    """An executor is to take at most `limit` times as long as the fastest of its peers."""
+    """An executor is to take at most `limit` times as long as the fastest of its peers; or as much processor
+    time as the one of them that takes least."""
 
     name: str
     peers: tuple[str, ...]
     limit: float
+    processor: bool = False
 
 
 class Case(NamedTuple):
@@ -106,7 +109,7 @@ def check(step: Step, name: str, config: Config, comm: ProcessComm, count: int) 
     losses = torch.tensor([step(batches(config, number, comm.here.replica, comm.device))
                            for number in range(count)], dtype=torch.float64)
     if not name.startswith("threed"):
-        losses /= config.dp
+        losses /= config.data_ranks
         comm.groups["world"].all_reduce(losses).wait()
     return losses.tolist()
 
@@ -141,14 +144,16 @@ class Result(NamedTuple):
     rows: list[Row]
     others: float  # share of the machine's processors that was busy with other work
 
-    def compare(self, name: str, peers: Sequence[str]) -> tuple[str, float, float] | None:
-        """The fastest of the peers, and the medians of the rounds' ratios to it, of time and of processor
-        time; None if the executor or all peers are missing."""
+    def compare(self, name: str, peers: Sequence[str], processor: bool) -> tuple[str, float, float] | None:
+        """The fastest of the peers (`processor`: the one with the least processor time), and the medians of
+        the rounds' ratios to it, of time and of processor time; None if the executor or all peers are
+        missing."""
         by_name = {row.name: row for row in self.rows}
         there = [by_name[peer] for peer in peers if peer in by_name]
         if name not in by_name or not there:
             return None
-        ours, theirs = by_name[name], min(there, key=lambda row: row.step_s)
+        ours = by_name[name]
+        theirs = min(there, key=lambda row: median(row.cpu_s) if processor else row.step_s)
         return (theirs.name, median(a / b for a, b in zip(ours.steps_s, theirs.steps_s)),
                 median(a / b for a, b in zip(ours.cpu_s, theirs.cpu_s)))
 
@@ -224,11 +229,14 @@ def table_text(result: Result) -> str:
 
 def verdicts(result: Result) -> str:
     lines = []
-    for name, peers, limit in result.case.targets:
-        if compared := result.compare(name, peers):
+    for name, peers, limit, processor in result.case.targets:
+        if compared := result.compare(name, peers, processor):
             peer, ratio, cpu_ratio = compared
-            lines.append(f"{'met   ' if ratio <= limit else 'missed'}  {name} at most {limit:g} x {peer}: "
-                         f"{ratio:.3f} (processor time {cpu_ratio:.3f})")
+            took, rest = ((f"{cpu_ratio:.3f} of its processor time", f"time {ratio:.3f}") if processor
+                          else (f"{ratio:.3f}", f"processor time {cpu_ratio:.3f}"))
+            met = (cpu_ratio if processor else ratio) <= limit
+            lines.append(f"{'met   ' if met else 'missed'}  {name} at most {limit:g} x {peer}: {took} "
+                         f"({rest})")
     return "\n".join(lines)
 
 
@@ -291,18 +299,23 @@ def parsed(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpa
     return args
 
 
-def compare(title: str, cases: Sequence[Case], args: argparse.Namespace, argv: Sequence[str]) -> None:
-    """Run the cases, print their tables, and write the files that were asked for."""
+def compare(title: str, cases: Sequence[Case], args: argparse.Namespace, argv: Sequence[str],
+            section: str = "") -> None:
+    """Run the cases, print their tables, and write the files that were asked for: the file of Markdown whole,
+    or a `section` of it."""
     begin, text, results = time.monotonic(), about(args, cases[0].config), []
     print(text, file=sys.stderr, flush=True)
     for case in cases:
         results.append(run(case, args, begin))
         print(report(results[-1]), flush=True)
     if args.markdown:
-        head = (f"# {title}\n\n`python -m bench.peers.{Path(sys.argv[0]).stem} {' '.join(argv)}`, "
-                f"{time.strftime('%Y-%m-%d')}. {text}.\nWhat the columns are is in "
-                f"[../README.md](../README.md).\n")
-        args.markdown.write_text(f"{head}\n" + "\n".join(map(report, results)))
+        written = (f"`python -m bench.peers.{Path(sys.argv[0]).stem} {' '.join(argv)}`, "
+                   f"{time.strftime('%Y-%m-%d')}. {text}.\nWhat the columns are is in "
+                   f"[../README.md](../README.md).\n\n") + "\n".join(map(report, results))
+        if section:
+            put_section(args.markdown, section, written)
+        else:
+            args.markdown.write_text(f"# {title}\n\n{written}")
     if args.json:
         args.json.write_text(json.dumps({"about": text, "results": [
             {"case": result.case.title, "others": result.others,

@@ -86,10 +86,12 @@ class Wrapped(nn.Module):
         return self.layer(x, batch)
 
 
-def modules(config: Config, comm: Comm, which: slice = slice(None)) -> nn.ModuleList:
-    """Layers of threed at tp=1 as torch's modules, with the initial values that threed draws."""
+def modules(config: Config, comm: Comm, which: slice = slice(None),
+            context: Context | None = None) -> nn.ModuleList:
+    """Layers of threed at tp=1 as torch's modules, with the initial values that threed draws. `context`: what
+    they are built with; None: that of a rank with whole sequences."""
     dtype, chosen = Precision.of(config.precision).compute, layers(config.model)[which]
-    context = Context(config.model, comm.groups, False, dtype, WeightGrads())
+    context = context or Context(config.model, comm.groups, False, dtype, WeightGrads())
     weights = {}
     for p in dict.fromkeys(p for layer in chosen for p in layer.parameters()):
         values = initial_values(p, {}, {}, config.train.seed).view(p.module_shape({}))
@@ -100,9 +102,9 @@ def modules(config: Config, comm: Comm, which: slice = slice(None)) -> nn.Module
 class Gpt(nn.Module):
     """All layers as one module."""
 
-    def __init__(self, config: Config, comm: Comm):
+    def __init__(self, config: Config, comm: Comm, context: Context | None = None):
         super().__init__()
-        self.layers = modules(config, comm)
+        self.layers = modules(config, comm, context=context)
 
     def forward(self, batch: Batch) -> torch.Tensor:
         x: Any = None
@@ -132,7 +134,7 @@ def stepper(config: Config, module: nn.Module, optimizer: Any, quiet: Callable[[
         total = torch.zeros((), device=data[0].tokens_BS.device)
         for number, batch in enumerate(data):
             with quiet(number == len(data) - 1):
-                loss = module(local(batch, config.dp))
+                loss = module(local(batch, config.data_ranks))
                 loss.backward()
             total += loss.detach()
         optimizer.step()

@@ -36,7 +36,8 @@ def pieces(hidden: int, tokens: int, dtype: torch.dtype,
     cos, sin = angles.cos().to(device, dtype), angles.sin().to(device, dtype)
     weight = torch.ones(hidden, dtype=dtype, device=device, requires_grad=True)
     samples, key = torch.zeros(1, dtype=torch.int64, device=device), (1, "bench")
-    counters = torch.arange(tokens * hidden, device=device).view(tokens, hidden)
+    rows = ((range(tokens),),)
+    counters = torch.arange(tokens * hidden, device=device).view(1, tokens, hidden)
 
     def swiglu(x: torch.Tensor) -> torch.Tensor:
         gate, up = x.chunk(2, -1)
@@ -56,7 +57,7 @@ def pieces(hidden: int, tokens: int, dtype: torch.dtype,
     return {
         "SwiGLU": (2 * inner, swiglu, lambda fused: fused.swiglu),
         "rotary": (hidden, heads(rotate), lambda fused: heads(lambda x: fused.rotate(x, cos, sin))),
-        "dropout": (hidden, drop, lambda fused: lambda x: fused.drop(x, 0.1, key, samples, 0)),
+        "dropout": (hidden, drop, lambda fused: lambda x: fused.drop(x, 0.1, key, samples, rows)),
         "RMS norm": (hidden, lambda x: F.rms_norm(x, (hidden,), weight, 1e-5),
                      lambda fused: lambda x: fused.rms_norm(x, weight, 1e-5)),
     }

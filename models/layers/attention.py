@@ -8,15 +8,19 @@ With model.qk_norm, queries and keys of each head are normed. All heads share th
 sum their gradients, and the first tile hands them to the others.
 
 With context parallelism a rank has the queries of its tokens, and gathers the keys and values of all
-(tensor/keys).
+(tensor/keys); or it exchanges queries, keys and values of its tokens for those of whole sequences, of a part
+of its heads (tensor/heads), with which attention is what it is without.
 
-Shapes: S sequence (the tokens of it that this rank has), s a rank's part of these in the residual stream, B
-micro-batch, D hidden, E head size; in this rank (and tile) N heads, K key and value heads, and G = N/K.
+Shapes: S sequence (the tokens of it that this rank's attention has), s a rank's part of it in the residual
+stream, B micro-batch, D hidden, E head size; in this rank (and tile) N heads, K key and value heads, and G =
+N/K.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from threed.base.errors import InputError
@@ -24,12 +28,24 @@ from threed.base.later import torch
 from threed.base.mesh import axes_of
 from threed.models.layers.base import Part
 from threed.models.layers.parts import MASK, Column, Held, Row, moved_by_norm
-from threed.schema import ModelConfig
+from threed.schema import KEYS, ModelConfig
 from threed.spec.kernels import AttentionKernel as Core
 from threed.spec.kernels import Kernel, Moved, Product
-from threed.spec.parameter import WHOLE, Cost, Parameter, Rows, Saved, Share, Tile, Traffic
+from threed.spec.parameter import (
+    HEADS,
+    WHOLE,
+    WITHOUT,
+    Cost,
+    Parameter,
+    Rows,
+    Saved,
+    Share,
+    Tile,
+    Traffic,
+)
 
 if TYPE_CHECKING:
+    from threed.spec.deal import Runs
     from threed.tensor.context import Batch
 
 PIECE = "attention"  # the activation piece of all between the two products
@@ -40,6 +56,7 @@ class Attention(Part):
     """Causal attention, the body of a `Branch`. Heads are cut over tp."""
 
     kind, cell, axis = "attention", "kv head with its queries", "tp"
+    cells_over = HEADS  # (of a tile, too, cp has equal parts)
 
     def __init__(self, model: ModelConfig, name: str, tile: Tile = WHOLE):
         self.model, self.name, self.tile = model, name, tile
@@ -69,22 +86,32 @@ class Attention(Part):
 
     def _sent(self, share: Share) -> dict[tuple[str, str], Traffic]:
         """Keys and values of all tokens are gathered in forward, and again in backward, which adds up their
-        gradients in fp32. (Attention by separate operations keeps what it has gathered.)"""
+        gradients in fp32. (Attention by separate operations keeps what it has gathered, and so does the
+        piece KEYS.) Or queries, keys and values are exchanged, and attention's output; in backward their
+        gradients."""
         if share.over("cp") == 1:
             return {}
+        if share.by_heads:
+            heads = 2 * self.model.heads + 2 * self.model.num_kv_heads
+            numbers = self.model.seq_len * heads * self.model.head_size // self.tile.count
+            both = replace(share.exchanged(numbers, "cp", "tp"), exchanges=2)
+            return {("forward", "cp"): both, ("input", "cp"): both}
         numbers = 2 * self.model.seq_len * self.model.num_kv_heads * self.model.head_size // self.tile.count
         gather, sums = (share.gathered(numbers, "cp", "tp", element) for element in (share.element, 4))
         again = Traffic() if self.model.attention_dropout else gather
-        return {("forward", "cp"): gather, (PIECE, "cp"): gather, ("input", "cp"): again + sums}
+        return {("forward", "cp"): gather, (PIECE, "cp"): gather, ("input", "cp"): sums,
+                (WITHOUT + KEYS, "cp"): again}
 
     def _kernels(self, share: Share) -> tuple[Kernel, ...]:
         model, piece = self.model, PIECE
-        seq, ranks = model.seq_len, share.over("tp") * self.tile.count
+        seq, ranks = model.seq_len, share.over(HEADS) * self.tile.count
         heads, kv_heads = model.heads // ranks, model.num_kv_heads // ranks
-        queries, keys = (share.bytes(seq * each * model.head_size) for each in (heads, kv_heads))
-        moved = [Moved("queries, keys and values apart", 2 * queries * (heads > kv_heads),
-                       2 * (queries + 2 * keys), (int(heads > kv_heads), 1), piece),
-                 *self._moved_over_cp(share, keys)]
+        rows = seq if share.by_heads else share.length(seq)
+        queries, keys = (share.sequences * rows * each * model.head_size * share.element
+                         for each in (heads, kv_heads))
+        apart = Moved("queries, keys and values apart", 2 * queries * (heads > kv_heads),
+                      2 * (queries + 2 * keys), (int(heads > kv_heads), 1), piece)
+        moved = [*([] if share.by_heads else [apart]), *self._moved_over_cp(share, queries, keys)]
         if model.qk_norm:
             moved += [moved_by_norm(f"norm of {what}", size // share.element, share.element, model.fuses,
                                     piece) for what, size in (("queries", queries), ("keys", keys))]
@@ -93,21 +120,24 @@ class Attention(Part):
             size = passes * (queries + keys)
             moved.append(Moved("rotary positions", size, size, (kernels, kernels), piece))
         if not model.attention_dropout:
-            return (Core(share.sequences, heads, kv_heads, share.length(seq), model.head_size, piece,
-                         seq if share.tokens > 1 else None), *moved)
-        count, own, rows = share.sequences * heads, share.element, share.length(seq)
+            return (Core(share.sequences, heads, kv_heads, rows, model.head_size, piece,
+                         seq if rows < seq else None), *moved)
+        count, own = share.sequences * heads, share.element
         squares, cast = count * rows * seq, 2 * (own + 4) if own < 4 else 0
         return (Product(rows, seq, model.head_size, count, False, piece),
                 Product(rows, model.head_size, seq, count, False, piece), *moved,
                 Moved("softmax and dropout", squares * (MASK + 8 * own + 9 + cast),
                       squares * (6 * own + 13 + cast), (36, 6), piece, (squares, 0)))
 
-    def _moved_over_cp(self, share: Share, keys: int) -> list[Moved]:
+    def _moved_over_cp(self, share: Share, queries: int, keys: int) -> list[Moved]:
         """Keys and values, and the sums of their gradients in fp32, are put in the order of the sequence or
-        of the ranks. `keys`: bytes of this rank's."""
+        of the ranks. `queries`, `keys`: bytes of this rank's."""
         ranks, wide = share.over("cp"), 4 // share.element
         if ranks == 1:
             return []
+        if share.by_heads:  # each is laid out for the ranks, and what comes is put in order
+            both, kernels = 8 * (queries + keys), 2 + 8 * ranks
+            return [Moved("what is exchanged", both, both, (kernels, kernels))]
         whole = 2 * keys * ranks
         gather = 4 * keys + 2 * whole
         return [Moved("keys and values of all ranks", gather, gather + (6 * wide + 1) * whole,
@@ -125,33 +155,54 @@ class Attention(Part):
                  piece: str | None = PIECE) -> Saved:
             return Saved(what, share.bytes(elements // tiles, "tp", element), piece)
 
-        # The projection behind attention keeps it, and so does fused attention itself.
+        # The projection behind attention keeps it, and so does fused attention itself: the same tensor, if no
+        # exchange is between them.
         output = ((kept("attention's output", seq * wide, piece=None if self.out.keeps else PIECE),)
                   if self.out.keeps or not model.attention_dropout else ())
+        # What is exchanged has memory of its own, which is free once nothing reads it; else queries, keys and
+        # values are views of the projection.
+        views = not share.by_heads
+        if not views and self.out.keeps and not model.attention_dropout:
+            output += (kept("attention's output for all tokens", seq * wide),)
+        positions = share.bytes(seq, element=8) * (1 if views else share.tokens)
         ends = (kept("queries, keys and values as projected", seq * (wide + 2 * kv), piece=None),
-                *output, Saved("positions", share.bytes(seq, element=8) if placed else 0))
+                *output, Saved("positions", positions if placed else 0))
         if normed:  # each norm saves what it reads, and its statistics
             # Queries of one group are a view of the projection; those of several are copied.
-            copied = grouped and kv_heads > share.over("tp") * tiles
+            copied = views and grouped and kv_heads > share.over("tp") * tiles
             ends = (*ends, kept("queries before their norm", seq * wide if copied else 0),
                     kept("statistics of queries' and keys' norms", seq * (heads + kv_heads), 4))
         if not model.attention_dropout:
-            return (*ends, kept("queries", seq * wide if rotary or grouped or normed else 0),
-                    kept("keys", seq * kv if rotary or normed else 0),
+            if (ranks := share.over("cp")) > 1 and not share.by_heads:
+                whole = kept("keys and values of all ranks", 2 * seq * kv * ranks)
+                ends = (*ends, whole._replace(kept_by=KEYS))
+            turned = normed or (rotary and views)
+            return (*ends, kept("queries", seq * wide if turned or (grouped and views) else 0),
+                    kept("keys", seq * kv if turned else 0),
                     kept("log of attention's sums", heads * seq, 4))
         # Unfused attention saves keys and values for each query head. Where heads are rotated or copied, it
         # saves the results and not the projection; a norm saves that.
         squares, own = heads * seq * seq, wide if normed else 0
         instead = 2 * kv if (rotary or grouped) and not normed else 0
+        instead = instead if views else kv * (1 if normed else 2)
+        whole = 2 * wide * (share.tokens if views else 1)
         return (*ends, kept("softmax of attention", squares, 4), kept("dropped attention", squares),
                 kept("attention mask", squares, 1), kept("queries", seq * own),
-                kept("keys and values of each query", seq * (2 * wide * share.over("cp") - instead)))
+                kept("keys and values of each query", seq * (whole - instead)))
 
     def forward(self, x_sBD: torch.Tensor, batch: Batch,
                 qk_scales: torch.Tensor | None = None) -> torch.Tensor:
         """`qk_scales`: the weights of the norms, from the first tile, [2, E]."""
-        scales = self.scales(qk_scales)
-        return self.out(self.context.saving.through(PIECE, self._core, self.qkv(x_sBD), batch, *scales))
+        scales, context = self.scales(qk_scales), self.context
+        through = partial(context.saving.through, PIECE)
+        qkv_SBKgE = self.projected(x_sBD)
+        if not context.by_heads:
+            return self.out(through(self._core, qkv_SBKgE, batch, *scales).flatten(2))
+        # Exchanges are outside of the piece: what is computed again sends nothing again.
+        parts = context.to_heads(qkv_SBKgE, self.runs, context.shared(batch))
+        del qkv_SBKgE
+        x_SBKGE = through(self._of_parts, *parts, batch, *scales)
+        return self.out(context.to_tokens(x_SBKGE, context.shared(batch)).flatten(2))
 
     def scales(self, given: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
         """The weights of the norms of queries and of keys, if there are any. `given`: from the first tile."""
@@ -159,21 +210,32 @@ class Attention(Part):
             return ()
         return self.norms.weights() if self.norms is not None else tuple(given)  # pyright: ignore
 
-    def _core(self, qkv: torch.Tensor, batch: Batch, *scales: torch.Tensor) -> torch.Tensor:
-        """[S, B, queries, keys and values of this rank], weights of two norms [E] -> [S, B, N x E]."""
-        q, k, v = self.heads(qkv, batch, *scales)
-        return joined(self._attend(q, k, v, batch))
+    def projected(self, x_sBD: torch.Tensor) -> torch.Tensor:
+        """Queries, keys and values of this rank's tokens, by key head, [S, B, K, G + 2, E]."""
+        return self.qkv(x_sBD).unflatten(-1, (-1, sum(self.runs), self.model.head_size))
 
-    def heads(self, qkv: torch.Tensor, batch: Batch, *scales: torch.Tensor) -> Sequence[torch.Tensor]:
-        """The same -> queries [B, N, S, E], keys and values [B, K, S, E], normed and rotated."""
-        seq, size = qkv.shape[:2]
-        model = self.model
-        heads = model.num_kv_heads // self.context.group.size() // self.tile.count
-        queries = model.heads // model.num_kv_heads
-        qkv = qkv.view(seq, size, heads, queries + 2, model.head_size)
+    @property
+    def runs(self) -> tuple[int, int, int]:
+        """Queries, keys and values of a key head."""
+        return self.model.heads // self.model.num_kv_heads, 1, 1
+
+    def _core(self, qkv_SBKgE: torch.Tensor, batch: Batch, *scales: torch.Tensor) -> torch.Tensor:
         # `split` has one backward for all parts, where a slice of each would have one each, and their sum.
-        q_BNSE, k_BKSE, v_BKSE = (part.reshape(seq, size, -1, model.head_size).permute(1, 2, 0, 3)
-                                  for part in qkv.split((queries, 1, 1), -2))
+        return self._of_parts(*qkv_SBKgE.split(self.runs, -2), batch, *scales)
+
+    def _of_parts(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch,
+                  *scales: torch.Tensor) -> torch.Tensor:
+        """Queries [S, B, K, G, E], keys and values [S, B, K, 1, E], weights of two norms [E] -> [S, B, K, G,
+        E]."""
+        x_BNSE = self._attend(*self.heads(q, k, v, batch, *scales), batch)
+        return x_BNSE.permute(2, 0, 1, 3).unflatten(2, q.shape[2:4])
+
+    def heads(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch,
+              *scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The same -> queries [B, N, S, E], keys and values [B, K, S, E], normed and rotated."""
+        model = self.model
+        q_BNSE, k_BKSE, v_BKSE = (part.reshape(*part.shape[:2], -1, model.head_size).permute(1, 2, 0, 3)
+                                  for part in (q, k, v))
         if scales:
             q_BNSE, k_BKSE = (self.context.rms_norm(part, scale, model.norm_eps)
                               for part, scale in zip((q_BNSE, k_BKSE), scales, strict=True))
@@ -186,36 +248,40 @@ class Attention(Part):
         if probability == 0.0 or not batch.train:
             return self.context.attend(q, k, v, batch)
         # Fused attention draws its own dropout, which depends on the mesh: the weights are explicit here.
-        places = self.context.places
+        places = self.context.places(batch.documents).attended
         if places.count > 1:
-            k, v = self.context.keys_of_all(k, v, self.context.sequence)
+            k, v = self.context.keys_of_all(k, v, self.context.shared(batch))
         k, v = (t.repeat_interleave(queries, 1) for t in (k, v))
         (heads, rows), seq = q.shape[1:3], places.length
-        future = self._future(q, seq)  # added: not kept
+        future = _future(places.own, q, seq)  # added: not kept
         if batch.documents is not None:
             at = self.context.numbers(places.own, q.device)
             future = future.masked_fill(self.context.outside(batch.documents.positions_BS, at, seq),
                                         -torch.inf)
         scores = q @ k.transpose(-1, -2) * self.model.head_size**-0.5 + future
-        first = (self.tile.index * self.context.group.size() + self.context.group.rank()) * heads
-        counters = self.context.numbers(_of_heads(places.own, first, heads, seq), q.device, seq)
+        squares = [_of_heads(runs, self._index() * heads, heads, seq) for runs in places.own]
+        counters = self.context.numbers(squares, q.device, seq)
         keep = self.context.keep_mask(probability, (batch.seed, f"{self.name}.weights"), batch.samples_B,
-                                      counters.view(heads, rows, seq))
+                                      counters.view(-1, heads, rows, seq))
         return (scores.float().softmax(-1).to(v.dtype) * keep / (1.0 - probability)) @ v
 
-    def _future(self, q: torch.Tensor, seq: int) -> torch.Tensor:
-        """-inf where a key is behind its query, else 0, [rows, seq]."""
-        parts = [torch.full((len(run), seq), -torch.inf, dtype=q.dtype, device=q.device).triu(run.start + 1)
-                 for run in self.context.places.own]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+    def _index(self) -> int:
+        """Of this rank's heads among those of all ranks and tiles."""
+        places, group = self.context.places(), self.context.group
+        index = self.tile.index * group.size() + group.rank()
+        return index * places.count + places.index if places.by_heads else index
 
 
-def joined(x_BNSE: torch.Tensor) -> torch.Tensor:
-    """Attention's output, as the projection behind it reads it: [S, B, N x E]."""
-    return x_BNSE.permute(2, 0, 1, 3).flatten(2)
+def _future(own: Sequence[Runs], q: torch.Tensor, seq: int) -> torch.Tensor:
+    """-inf where a key is behind its query, else 0, [B, 1, rows, seq], or [rows, seq] for all sequences.
+    `own`: the places of the queries."""
+    parts = [[torch.full((len(run), seq), -torch.inf, dtype=q.dtype, device=q.device).triu(run.start + 1)
+              for run in runs] for runs in own]
+    each = [part[0] if len(part) == 1 else torch.cat(part) for part in parts]
+    return each[0] if len(each) == 1 else torch.stack(each).unsqueeze(1)
 
 
-def _of_heads(runs: Sequence[range], first: int, heads: int, seq: int) -> tuple[range, ...]:
+def _of_heads(runs: Runs, first: int, heads: int, seq: int) -> Runs:
     """Rows of the squares of heads, one square of `seq` rows after the other."""
     if len(runs) == 1:
         return (range(first * seq, (first + heads) * seq),)

@@ -72,10 +72,10 @@ class Positions(Held):
     def forward(self, batch: Batch) -> torch.Tensor:
         """The vectors of this rank's part of the sequence, [s, 1, D], or [s, B, D] where documents give each
         token its own."""
-        places, weight = self.context.places, self.compute.weight
+        places, weight = self.context.places(batch.documents), self.compute.weight
         if batch.documents is not None:
-            return F.embedding(batch.documents.positions_BS[:, places.stream].t(), weight)
+            return F.embedding(places.streamed(batch.documents.positions_BS).t(), weight)
         if places.count == 1:
-            (run,) = places.runs
+            ((run,),) = places.runs
             return weight[run.start:run.stop].unsqueeze(1)
-        return F.embedding(self.context.numbers(places.runs, weight.device), weight).unsqueeze(1)
+        return F.embedding(self.context.numbers(places.runs, weight.device).t(), weight)

@@ -190,7 +190,7 @@ class Routes(Layer):
         if picks is None or counts is None:
             picks = self._choice(scores, batch)
             if model.moe_capacity is not None and batch.train:
-                picks = self._within_capacity(picks, scores, len(batch.samples_B))
+                picks = self._within_capacity(picks, scores, batch)
             counts = experts.count(picks, model.experts).view(self.context.groups[EP].size(), -1)
         weights = self._weights(scores, picks)
         if model.balance == "bias":
@@ -207,9 +207,9 @@ class Routes(Layer):
     def _choice(self, scores: torch.Tensor, batch: Batch) -> torch.Tensor:
         model, experts = self.model, self.context.experts
         if model.moe_route == "balanced":
-            places = self.context.numbers(self.context.places.runs, scores.device)
-            places = places.repeat_interleave(len(batch.samples_B))
-            return experts.balanced(places, model.experts_per_token, model.experts)
+            rows = self.context.places(batch.documents).runs
+            places_BS = self.context.numbers(rows, scores.device).expand(len(batch.samples_B), -1)
+            return experts.balanced(places_BS.t().flatten(), model.experts_per_token, model.experts)
         bias = self.router.compute.bias.detach() if model.balance == "bias" else None
         return experts.choose(scores, model.experts_per_token, model.expert_groups, model.groups_per_token,
                               bias)
@@ -219,11 +219,11 @@ class Routes(Layer):
         chosen = picks if model.moe_capacity is None else picks % model.experts
         return self.context.experts.weights_of(scores, chosen, model.normalize_top_k, model.routed_scale)
 
-    def _within_capacity(self, picks: torch.Tensor, scores: torch.Tensor, sequences: int) -> torch.Tensor:
+    def _within_capacity(self, picks: torch.Tensor, scores: torch.Tensor, batch: Batch) -> torch.Tensor:
         """The picks, with those that are dropped. Where ranks divide a sequence, they exchange theirs."""
         model, weights = self.model, self._weights(scores, picks).detach()
-        each = torch.cat([picks.float(), weights], -1).unflatten(0, (-1, sequences))  # one call for both
-        whole, mine = self.context.whole(each)
+        each = torch.cat([picks.float(), weights], -1)  # one call for both
+        whole, mine = self.context.whole(each.unflatten(0, (-1, len(batch.samples_B))), batch.documents)
         picks, weights = whole.chunk(2, -1)
         within = self.context.experts.within(picks.long(), weights, model.experts, model.capacity)
         return within[mine].flatten(0, 1)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from threed.base.errors import InputError
 from threed.base.later import torch
-from threed.models.layers.attention import PIECE, Attention, joined
+from threed.models.layers.attention import PIECE, Attention
 from threed.models.layers.base import Layer, Out
 from threed.models.layers.block import Block, Branch, BranchTile
 from threed.models.layers.experts import Routes
@@ -126,13 +126,13 @@ class Projection(Attention):
 
     def forward(self, x_sBD: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries [B, N, S, E], and keys and values [2, B, K, S, E]."""
-        qkv, scales = self.qkv(x_sBD), self.scales()
+        qkv_SBKgE, scales = self.projected(x_sBD), self.scales()
         # Without norms what is between the two keeps nothing, and to compute it again would keep its input.
-        return self.context.saving.through(PIECE if scales else "", self._parts, qkv, batch, *scales)
+        return self.context.saving.through(PIECE if scales else "", self._parts, qkv_SBKgE, batch, *scales)
 
-    def _parts(self, qkv: torch.Tensor, batch: Batch,
+    def _parts(self, qkv_SBKgE: torch.Tensor, batch: Batch,
                *scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        q, k, v = self.heads(qkv, batch, *scales)
+        q, k, v = self.heads(*qkv_SBKgE.split(self.runs, -2), batch, *scales)
         own = q.untyped_storage().nbytes() == q.nbytes  # else it is a view of what would be kept for it
         return q if own else q.contiguous(), torch.stack((k, v))
 
@@ -190,8 +190,8 @@ class Attending(Attention):
         return Part.cost(self, share) + Cost(kernels, saved)
 
     def forward(self, queries: torch.Tensor, allkv: torch.Tensor, batch: Batch) -> torch.Tensor:
-        context = self.context
-        return self.out(joined(context.attend_to_gathered(queries, allkv, context.places, batch.documents)))
+        x_BNSE = self.context.attend_to_gathered(queries, allkv, self.context.shared(batch), batch.documents)
+        return self.out(x_BNSE.permute(2, 0, 1, 3).flatten(2))
 
 
 class Attends(Branch):

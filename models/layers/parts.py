@@ -338,11 +338,11 @@ class Dropout(Part):
         probability = self.model.dropout
         if probability == 0.0 or not batch.train:
             return x_sBD
-        runs, key = self.context.places.runs, (batch.seed, self.site)
+        rows, key = self.context.places(batch.documents).runs, (batch.seed, self.site)
         if self.model.fuses:
-            return self.context.fused.drop(x_sBD, probability, key, batch.samples_B, runs)
+            return self.context.fused.drop(x_sBD, probability, key, batch.samples_B, rows)
         length, _, hidden = x_sBD.shape
-        counters = self.context.numbers(runs, x_sBD.device, hidden).view(length, hidden)
+        counters = self.context.numbers(rows, x_sBD.device, hidden).view(-1, length, hidden)
         keep_BsD = self.context.keep_mask(probability, key, batch.samples_B, counters)
         return x_sBD * keep_BsD.transpose(0, 1) / (1.0 - probability)
 

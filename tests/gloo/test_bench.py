@@ -18,6 +18,7 @@ SMALLEST = {
     "foresight.regret": "--hardware cpu-core --layouts 2 --ranks 2",
     "foresight.search": "--layouts 3",
     "gpu.offload": "--quick",
+    "peers.context": "--quick --hidden 64 --heads 4 --seq-len 64 --layers 1",
     "peers.moe": "--quick --ep 2 --layers 1 --hidden 64 --heads 2 --inner 32 --only threed",
     "peers.offload": "--quick --only adam disk --folder {folder}",
     "peers.pipeline": "--schedule 1f1b --p 3 --m 3 --times 1 1 1 --repeat 1",

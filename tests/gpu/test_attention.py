@@ -82,12 +82,12 @@ def test_compiled_pieces_are_as_the_plain_ones(dtype):
         pytest.skip("no compiler is found for this device")
     angles = torch.outer(torch.arange(64.0), torch.rand(32)).repeat(1, 2).to(DEVICE)
     weight = torch.rand(256, device=DEVICE, dtype=dtype)
-    samples = torch.tensor([5, 6], device=DEVICE)
+    samples, rows = torch.tensor([5, 6], device=DEVICE), ((range(7, 71),),)
     pieces = {
         "swiglu": ((64, 2, 256), lambda fused, x: fused.swiglu(x)),
         "rotate": ((2, 4, 64, 64), lambda fused, x: fused.rotate(x, angles.cos().to(dtype),
                                                                  angles.sin().to(dtype))),
-        "drop": ((64, 2, 256), lambda fused, x: fused.drop(x, 0.25, (3, "here"), samples, (range(7, 71),))),
+        "drop": ((64, 2, 256), lambda fused, x: fused.drop(x, 0.25, (3, "here"), samples, rows)),
         "rms_norm": ((64, 2, 256), lambda fused, x: fused.rms_norm(x, weight, 1e-5)),
     }
     for shape, piece in pieces.values():

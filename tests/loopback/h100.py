@@ -65,7 +65,7 @@ def pieces(dtype: torch.dtype) -> dict[str, Callable[[Fused], torch.Tensor]]:
         "rotary in documents": lambda fused: rotate_at(drawn(*heads), positions, drawn(*tables).detach(),
                                                        drawn(*tables).detach(), fused),
         "dropout": lambda fused: fused.drop(drawn(TOKENS, 1, HIDDEN), 0.1, (0, "here"), numbers,
-                                            (range(TOKENS),)),
+                                            ((range(TOKENS),),)),
         "RMS norm": lambda fused: fused.rms_norm(drawn(TOKENS, 1, HIDDEN), drawn(HIDDEN), 1e-5),
     }
 

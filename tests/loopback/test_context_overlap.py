@@ -16,6 +16,7 @@ from tests.loopback import test_transient as transients
 from tests.loopback.test_context import (
     DOCUMENTS,
     DP,
+    KEPT as KEYS_KEPT,
     LLAMA,
     PP,
     SMALL,
@@ -23,6 +24,7 @@ from tests.loopback.test_context import (
     TP,
     with_cp,
 )
+from tests.loopback.test_context_order import ORDER
 from tests.loopback.test_measure import shown
 from tests.loopback.test_saved import quiet  # noqa: F401
 from tests.loopback.test_traffic import check as counted
@@ -31,6 +33,7 @@ from threed.base.errors import PlanError, ThreedError
 from threed.comm.group import Comm, sum_parts
 from threed.comm.lanes import Handle, Lane
 from threed.comm.process import initialized
+from threed.config.validate import warnings
 from threed.engine.engine import Engine
 from threed.engine.loopback import ThreadGroup, run_loopback
 from threed.models.measure import Measured
@@ -58,6 +61,7 @@ CELLS = {
     "zb-h1-zero3": [*ZB, *DP, "zero.stage=3"], "zb-v-sp": [*ZB_V, *TP, *SP],
     "full": [*FULL, *PP, *LLAMA], "full-zb-h1-bf16": [*FULL, *ZB, *BF16],
     "selective": [*NORMS, *LLAMA, *PP], "documents": [*DOCUMENTS, *LLAMA], "bf16": [*BF16, *LLAMA],
+    "order": [*ORDER, *LLAMA], "order-zb-v": [*ORDER, *ZB_V, *TP, *SP],
     "documents-sp-bf16": [*DOCUMENTS, *TP, *SP, *BF16, "zero.stage=3"],
     "partition": [*TP, *FULL, "activation.partition=true"], "host": [*FULL, "activation.offload=cpu"],
     "offload": [*DP, "offload.optimizer=cpu", "zero.stage=3", "offload.parameters=cpu"],
@@ -102,6 +106,13 @@ def test_to_the_bit(size, cell):
                                   "experts", "offload", "evaluates"])
 def test_contract(cell, references):
     assert_contract(overlapped(2, *CELLS[cell]), references)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("cell", ["order", "order-zb-v"])
+def test_contract_by_documents(cell, size, references):
+    """Each sequence has places of its own (parallel.cp_order=documents)."""
+    assert_contract(overlapped(size, *CELLS[cell]), references)
 
 
 # ---------------------------------------------------------------- costs
@@ -294,6 +305,9 @@ def test_graphs(monkeypatch, references):
 @pytest.mark.parametrize("overrides, said", [
     ([OVERLAP], "parallel.cp_overlap=true needs parallel.cp above 1: without it no keys travel; leave it "
                 "out"),
+    ([OVERLAP, "parallel.cp=2", "parallel.cp_form=heads"],
+     "parallel.cp_overlap=true with parallel.cp_form=heads: what is exchanged for heads does not travel "
+     "between two units, only gathered keys do; leave it out, or take parallel.cp_form=keys"),
     ([OVERLAP, "parallel.cp=2", "parallel.layers_per_unit=2"],
      "parallel.cp_overlap=true with parallel.layers_per_unit=2: attention becomes two units, between which "
      "keys travel, and the other makes several blocks one; leave one of the two out"),
@@ -309,6 +323,14 @@ def test_bad_input(overrides, said):
     with pytest.raises(ThreedError) as error:
         make_plan(tiny(*SMALL, *overrides))
     assert said in str(error.value)
+
+
+@pytest.mark.parametrize("overrides, said", [
+    ([OVERLAP], "with parallel.cp_overlap=true what backward needs is gathered again, ahead"),
+    (["parallel.cp_form=heads"], "with parallel.cp_form=heads no keys are gathered"), ([], "")])
+def test_no_gathered_keys_to_keep(overrides, said):
+    lines = [line for line in warnings(with_cp(2, *KEYS_KEPT, *overrides)) if "keys does nothing here" in line]
+    assert [line.partition("here: ")[2] for line in lines] == [said] * bool(said)
 
 
 def test_other_layers_may_be_tiled():

@@ -32,8 +32,8 @@ S, B, D = 6, 2, 8
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 KEY, SAMPLES = (3, "here"), torch.tensor([5, 6])
 FIRST = 3
-RUNS = (range(FIRST, FIRST + S),)
-COUNTERS = torch.arange(FIRST * D, (FIRST + S) * D).view(S, D)
+ROWS = ((range(FIRST, FIRST + S),),)
+COUNTERS = torch.arange(FIRST * D, (FIRST + S) * D).view(1, S, D)
 COS, SIN = (torch.rand(S, 1, D, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
 
 
@@ -59,7 +59,7 @@ def drop(x: torch.Tensor) -> torch.Tensor:
 PIECES = {
     "swiglu": (swiglu, lambda fused, x: fused.swiglu(x)),
     "rotate": (rotate, lambda fused, x: fused.rotate(x, rotary(COS).to(x.dtype), rotary(SIN).to(x.dtype))),
-    "drop": (drop, lambda fused, x: fused.drop(x, 0.25, KEY, SAMPLES, RUNS)),
+    "drop": (drop, lambda fused, x: fused.drop(x, 0.25, KEY, SAMPLES, ROWS)),
     "rms_norm": (lambda x: F.rms_norm(x, (D,), torch.arange(1.0, D + 1).to(x.dtype), 1e-5),
                  lambda fused, x: fused.rms_norm(x, torch.arange(1.0, D + 1).to(x.dtype), 1e-5)),
 }
@@ -111,7 +111,7 @@ def test_dropout_keeps_nothing():
     """Neither its mask nor the counters of its mask, which would be larger: also not in a closure."""
     x, _ = drawn(torch.float32)
     with Alive() as alive:
-        y = Fused().drop(x, 0.25, KEY, SAMPLES, RUNS)
+        y = Fused().drop(x, 0.25, KEY, SAMPLES, ROWS)
         gc.collect()
         assert alive.bytes() == y.nbytes
 

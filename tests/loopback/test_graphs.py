@@ -60,6 +60,9 @@ SETTINGS = [
     ["model.tile_linears=4KiB", "model.tie_embeddings=false", *FEW],
     ["model.fused=auto", "model.family=llama", "model.activation=swiglu", "model.norm=rmsnorm"],
     ["model.loss_chunk=5", "parallel.tp=2", *FEW],
+    ["parallel.cp=2", "parallel.tp=2", "parallel.sequence_parallel=true", "model.dropout=0.1", *FEW],
+    ["parallel.cp=2", "model.family=llama", "model.kv_heads=2", "parallel.pp=2", "zero.stage=3",
+     "activation.policy=full"],
     # a part that leaves is no memory of a graph
     ["parallel.tp=2", "parallel.pp=2", "parallel.split_messages=on", *FEW],
     ["parallel.tp=2", "parallel.pp=2", "parallel.split_messages=on", "parallel.schedule=zb-v", *ZERO3, *FEW],

@@ -32,7 +32,9 @@ from threed.interop.hf.tensors import DTYPES, NAMES
 from threed.planner import make_mesh, make_plan
 from threed.program.analysis import Analysis
 from threed.schema import Config
+from threed.spec.deal import zigzag
 from threed.tensor.context import Batch, Context
+from threed.tensor.places import in_order
 
 transformers = pytest.importorskip("transformers", reason="the peer is transformers: pip install -e '.[dev]'")
 
@@ -300,3 +302,39 @@ def test_what_llama_toy_trains_goes_out(tmp_path, monkeypatch):
     saved_after(load("configs/toy.yaml", [f"run.dir={tmp_path / 'toy'}", *few[1:], "model.layers=2"]), 1)
     with pytest.raises(InputError, match=r"configs/llama-toy\.yaml is a small model"):
         export_model(tmp_path / "toy", tmp_path / "no")
+
+
+@pytest.mark.parametrize("more", [[], ["parallel.sequence_parallel=true", "parallel.pp=2"]], ids=["tp", "sp"])
+def test_a_long_sequence_on_eight_ranks(more, tmp_path, monkeypatch):
+    """Ranks of cp share it, and those of tp the heads: logits of every token, and the loss."""
+    seq = 512
+    kind, values = MODELS["llama3"]
+    monkeypatch.setitem(MODELS, "llama3", (kind, {**values, "max_position_embeddings": seq}))
+    made, run = make("llama3", tmp_path / "theirs"), tmp_path / "run"
+    import_model(made.folder, run, [f"model.seq_len={seq}"])
+    config = load(run / "config.yaml", [*RUN, f"model.seq_len={seq}", "parallel.cp=4", "parallel.tp=2",
+                                        *more])
+    parts = torch.randint(0, VOCAB, (2, seq + 1), generator=torch.Generator().manual_seed(7))
+    seen: dict[tuple[int, int], torch.Tensor] = {}
+    original = Context.cross_entropy
+
+    def cross_entropy(self: Context, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        seen[self.group.rank(), self.tokens[0]] = logits.detach().clone()
+        return original(self, logits, labels)
+
+    monkeypatch.setattr(Context, "cross_entropy", cross_entropy)
+
+    def work(comm: Comm) -> float:
+        engine = Engine(Analysis(make_plan(config)), comm)
+        resume(config, engine.zero)
+        return engine.run("evaluate", lambda microbatch: Batch(
+            parts[:, :-1], parts[:, 1:], torch.arange(2), 0, config.tokens_per_step, False))[0].loss
+
+    losses = run_loopback(make_plan(config), make_mesh(config), work)
+    by_rank = [torch.cat([seen[tp, cp] for tp in range(2)], -1).transpose(0, 1) for cp in range(4)]
+    got = in_order(by_rank, [zigzag(seq, 4)], 1)[..., :VOCAB]
+    with torch.no_grad():
+        want = made.model(parts[:, :-1]).logits
+    close(got, want)
+    loss = torch.nn.functional.cross_entropy(want.flatten(0, 1), parts[:, 1:].flatten())
+    assert losses == pytest.approx([float(loss)] * len(losses), rel=1e-5)

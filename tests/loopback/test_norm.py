@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
+from threed.features.zero.clip import Clipped, Limits
 from threed.features.zero.part import BLOCK, squared_norm
 
 pytestmark = pytest.mark.core
@@ -36,3 +39,17 @@ def test_what_is_not_finite_is_seen(value, place):
     values = torch.ones(2 * BLOCK + 9)
     values[place] = value
     assert not torch.isfinite(squared_norm(values))
+
+
+def test_its_root_is_the_nearest_number():
+    # torch's square root in fp64 is one bit off for one number of a hundred, on some CPUs
+    for squared in torch.rand(1000, generator=torch.Generator().manual_seed(1), dtype=torch.float64):
+        sums = torch.zeros(8, dtype=torch.float64)
+        sums[0], sums[2] = squared, 1
+        assert Clipped(sums, Limits(1, 1.0, 0.0, False)).grad_norm == math.sqrt(squared)
+
+
+@pytest.mark.parametrize("squared", [torch.inf, torch.nan, -1.0])
+def test_no_norm_is_no_step(squared):
+    sums = torch.tensor([squared, 0, 1, 0, 0, 0, 0, 0], dtype=torch.float64)
+    assert not Clipped(sums, Limits(1, 1.0, 1.0, False)).finite

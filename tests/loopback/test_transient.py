@@ -37,6 +37,10 @@ CONFIGS = {
     "chunks": ["model.loss_chunk=16"], "chunks-tiles": ["model.loss_chunk=16", *CASES["tiles"]],
     "lora": LORA, "halves-lora-bf16-sp": [*SPLIT, *LORA, *CASES["llama-bf16-sp"]],
     "fused": ["model.fused=auto", *CASES["llama"], "model.dropout=0.1"],
+    **{f"{form}-{name}": ["parallel.cp=2", f"parallel.cp_form={form}", *more] for form in ("keys", "heads")
+       for name, more in (("whole", []),
+                          ("halves", [*SPLIT, *CASES["llama-bf16-sp"], "model.kv_heads=4"]),
+                          ("pieces", selective("attention")))},
 }
 
 

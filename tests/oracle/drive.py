@@ -130,7 +130,7 @@ def listening(ran: Ran) -> Iterator[None]:
     def forward(self: Routes, x_sBD: torch.Tensor, batch: Batch, picks: torch.Tensor | None = None,
                 counts: torch.Tensor | None = None) -> Out:
         out = original(self, x_sBD, batch, picks, counts)
-        first = self.context.places.runs[0].start
+        first = self.context.places(batch.documents).runs[0][0].start
         made = out.makes["picks"].unflatten(0, (-1, len(batch.samples_B)))
         for at, sample in enumerate(batch.samples_B.tolist()):
             key = int(self.name.rpartition(".")[2]), sample

@@ -366,12 +366,32 @@ def test_off_is_nothing():
     assert not done.refused and not {"parallel.sequence_parallel", "parallel.cp"} & done.values.keys()
 
 
-@pytest.mark.parametrize("way", ["p2p", "a2a", "all_gather"])
+@pytest.mark.parametrize("way", ["p2p", "a2a", "all_gather", "p2p a2a"])
 def test_context_parallelism(way):
-    """How keys travel changes no number."""
+    """How attention reaches whole sequences changes no number."""
     done = megatron(f"--context-parallel-size 2 --cp-comm-type {way} --seq-length 1024")
     assert done.values["parallel.cp"] == 2 and not done.refused
-    assert ("not sent by" in done.dropped["--cp-comm-type"]) == (way != "all_gather")
+    assert done.config.parallel.cp_form == ("heads" if way == "a2a" else "keys")
+    if way != "a2a":
+        assert ("not sent by" in done.dropped["--cp-comm-type"]) == (way != "all_gather")
+
+
+def test_context_parallelism_that_is_refused():
+    """Groups in groups; and nothing is asked for where there is one rank."""
+    done = megatron("--context-parallel-size 4 --cp-comm-type a2a+p2p --seq-length 1024")
+    assert "no groups in groups" in done.refused["--cp-comm-type"]
+    alone = megatron("--cp-comm-type a2a --seq-length 1024")
+    assert "parallel.cp_form" not in alone.values and not alone.refused
+
+
+def test_ulysses(tmp_path):
+    """DeepSpeed's, in its own config and as an option of Megatron-DeepSpeed."""
+    done = deepspeed(tmp_path, {"train_batch_size": 8, "sequence_parallel_size": 2}, "model.name=gpt2-small")
+    assert (done.config.parallel.cp, done.config.parallel.cp_form) == (2, "heads") and not done.refused
+    done = megatron("--ds-sequence-parallel-size 2 --seq-length 1024")
+    assert (done.config.parallel.cp, done.config.parallel.cp_form) == (2, "heads")
+    alone = deepspeed(tmp_path, {"train_batch_size": 8, "sequence_parallel_size": 1}, "model.name=gpt2-small")
+    assert alone.config.parallel.cp_form == "keys"
 
 
 def test_overrides_win(tmp_path):

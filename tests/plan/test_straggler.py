@@ -48,6 +48,18 @@ def test_it_persists(what, times):
     assert watch.warnings == [f"ranks {rank}, {rank + 1} (pp1 dp2) are no longer slow"]
 
 
+def test_ranks_that_share_sequences_are_named_together():
+    """They wait for each other inside compute, as tp peers do, wherever cp is in the order of the axes."""
+    for order in (("pp", "dp", "cp", "tp"), ("cp", "pp", "dp", "tp")):
+        mesh = Mesh(pp=1, dp=3, cp=2, order=order)
+        slow = [mesh.rank(dp=1, cp=cp) for cp in range(2)]
+        watch = Stragglers(mesh)
+        for _ in range(STEPS):
+            metrics = watch.look(seconds(dict.fromkeys(slow, 2.0), mesh=mesh))
+        assert metrics["straggler/rank"] in slow
+        assert f"ranks {slow[0]}, {slow[1]} (pp0 dp1) are slow" in watch.warnings[0]
+
+
 def test_tp_peers_take_turns():
     """tp peers wait for each other inside compute: which of them is measured slower changes, and they are
     slow all the same."""

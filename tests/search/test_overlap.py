@@ -30,8 +30,9 @@ def base(*overrides: str) -> Config:
 def test_tried_where_keys_travel(overrides, allowed):
     config, tried = base(*overrides), defaultdict(set)
     for shape in Space(Bounds(config, H100), 4, {"tp": 1}, 1 << 36).shapes():
-        tried[shape.cp].add(shape.cp_overlap)
-    assert tried == {1: {False}, 2: allowed, 4: allowed}
+        tried[shape.cp, shape.cp_form].add(shape.cp_overlap)
+    assert tried == {(1, "keys"): {False}, **{(cp, "keys"): allowed for cp in (2, 4)},
+                     **{(cp, "heads"): {False} for cp in (2, 4)}}
 
 
 def test_one_that_is_given():
@@ -40,7 +41,7 @@ def test_one_that_is_given():
     shapes = [*Space(Bounds(config, H100), 4, fixed, 1 << 36).shapes()]
     assert fixed == {"cp_overlap": True}
     assert all(shape.cp_overlap == (shape.cp > 1) for shape in shapes)
-    assert any("cp 4 (overlap)" in shape.text() for shape in shapes)
+    assert any("cp 4 (keys, overlap)" in shape.text() for shape in shapes)
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -9,6 +9,7 @@ import pytest
 import threed
 from tests.layouts import H100, QUIET, compared, full_s, short_s
 from threed.base.remember import remembering
+from threed.layout_search import cuts
 from threed.layout_search.bounds import Bounds
 from threed.layout_search.layout import Layout, config_of, schedules
 from threed.layout_search.short_plan import ShortPlans, steady_count
@@ -31,13 +32,44 @@ def test_bound():
     base = threed.load("configs/llama3-8b.yaml", ["model.layers=8", "train.global_batch_size=32", *QUIET])
     bounds = Bounds(base, H100)
     for row in compared(base, H100, 7, 12, 8):
-        short, filled = ShortPlans(config_of(row.layout, base), H100), bounds.filled(row.layout)
-        bound_s = max(bounds.step_s(row.layout), filled.step_s)
+        short = ShortPlans(config_of(row.layout, base), H100)
+        bound_s = max(bounds.step_s(row.layout), bounds.filled_s(row.layout))
         assert 0.3 * row.full_s < bound_s <= 1.001 * short.free_s() <= 1.002 * row.full_s, row
         assert bounds.reduced_s(row.layout) <= row.full_s, row
         fixed = bounds.fixed_bytes(row.layout)
-        assert max(map(add, fixed, filled.saved_bytes)) <= row.full_bytes, row
+        for least in (bounds.saved_bytes(row.layout), bounds.working_bytes(row.layout)):
+            assert max(map(add, fixed, least)) <= row.full_bytes, row
         assert 0.4 * row.full_bytes < max(map(add, fixed, short.working_bytes)) <= row.full_bytes, row
+
+
+@pytest.mark.parametrize("overrides, units", [
+    (["model.layers=12"], 3), (["model.layers=12", "model.tie_embeddings=true", "model.vocab=4096"], 3),
+    (["model.layers=13", "parallel.layers_per_unit=3"], 4),
+    (["model.layers=12", "model.lora_rank=4", "model.lora_targets=[q_proj]"], 3),
+    (["model.layers=9", "model.name=mixtral-8x7b"], 5),
+    (["model.layers=9", "model.name=mixtral-8x7b", "model.moe_every=2", "model.first_dense=1"], 6),
+    (["model.layers=12", "activation.policy=full", "activation.every=2"], 14)])
+def test_few_layers_stand_for_all(overrides, units, monkeypatch):
+    """Bounds by the kinds of units are those by all units."""
+    base = threed.load("configs/llama3-8b.yaml", ["model.seq_len=2048", "train.global_batch_size=32", *QUIET,
+                                                  *overrides])
+    every = base.activation.every or 1
+    layouts = [Layout(tp, pp, dp, shard_size=dp, schedule="interleaved" if pp > 1 else "1f1b",
+                      virtual_stages=2 if pp > 1 else 1, policy=policy, every=every, stage=stage,
+                      residency=1 if stage == 3 else None)
+               for tp, pp, dp, stage in ((1, 1, 8, 1), (2, 2, 2, 3), (4, 1, 2, 2))
+               for policy in ("none", "selective", "full")]
+
+    def bounds() -> list[list[float]]:
+        by = Bounds(base, H100)
+        return [[by.step_s(each), by.filled_s(each), by.reduced_s(each), *by.fixed_bytes(each),
+                 *by.saved_bytes(each)] for each in layouts]
+
+    few = bounds()
+    assert len({*Bounds(base, H100).few(layouts[0]).units}) == units
+    monkeypatch.setattr(cuts, "_FEW", 1)
+    for some, whole in zip(few, bounds(), strict=True):
+        assert some == pytest.approx(whole, rel=1e-12)
 
 
 @pytest.mark.parametrize("hardware", ["h100-sxm", "a100-sxm,adapter_gbps=25"])  # computation, and traffic
@@ -74,8 +106,10 @@ def test_experts(name):
     errors = sorted(row.error for row in rows)
     assert errors[len(errors) // 2] < 0.001 and errors[-1] < 0.02, max(rows, key=lambda row: row.error)
     for row in rows:
-        for bound_s in (bounds.step_s(row.layout), bounds.filled(row.layout).step_s):
+        for bound_s in (bounds.step_s(row.layout), bounds.filled_s(row.layout)):
             assert bound_s <= row.full_s * 1.000001, row
+        least = map(add, bounds.fixed_bytes(row.layout), bounds.working_bytes(row.layout))
+        assert max(least) <= row.full_bytes, row
 
 
 @pytest.mark.parametrize("hardware", ["h100-sxm", "h100-sxm,exchange_efficiency=0.2"])

@@ -257,13 +257,16 @@ class Mesh:
 
     `order`: its axes, outermost first; empty: as in AXES. `shard`: ranks a shard group; None: all of dp.
     `sizes`: ranks along each axis, those of FOLDS included, 1 where an axis is not named. `folded`: the axes
-    of FOLDS over which the model has parameters; None: those in `sizes`. `extra`: groups that it needs
-    besides those of all meshes. ValueError where they do not fit together.
+    of FOLDS over which the model has parameters; None: those in `sizes`. `forms`: what the text says of an
+    axis besides its size. `extra`: groups that it needs besides those of all meshes. ValueError where they do
+    not fit together.
     """
 
     def __init__(self, order: tuple[str, ...] = (), shard: int | None = None,
-                 folded: Collection[str] | None = None, extra: Collection[str] = (), **sizes: int):
-        self.order, self.extra = in_full(order or tuple(AXES)), frozenset(extra)
+                 folded: Collection[str] | None = None, forms: Mapping[str, str] | None = None,
+                 extra: Collection[str] = (), **sizes: int):
+        self.order, self._forms = in_full(order or tuple(AXES)), forms or {}
+        self.extra = frozenset(extra)
         self.sizes: dict[str, int] = {axis: sizes.pop(axis, 1) for axis in AXES}
         self.folded = frozenset(axis for axis in FOLDS if axis in (sizes if folded is None else folded))
         self.folds: dict[str, int] = {axis: sizes.pop(axis, 1) for axis in FOLDS}
@@ -378,8 +381,10 @@ class Mesh:
         return groups
 
     def text(self, joined: str = " ") -> str:
-        """The sizes as text: pp 2 x dp 2 x tp 1."""
-        return " x ".join(f"{axis}{joined}{self.sizes[axis]}" for axis in shown(self.sizes))
+        """The sizes as text: pp 2 x dp 2 x tp 1, or pp 2 x dp 2 x cp 2 (keys) x tp 1."""
+        forms = {axis: f" ({form})" for axis, form in self._forms.items()}
+        return " x ".join(f"{axis}{joined}{self.sizes[axis]}{forms.get(axis, '')}"
+                          for axis in shown(self.sizes))
 
     def draw(self, most: int = 24) -> str:
         """A table of ranks: a column for each coordinate on the last of AXES, a row for each coordinate on

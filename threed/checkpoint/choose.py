@@ -136,10 +136,13 @@ def read_manifest(path: Path, config: Config, trains: bool = True,
     different = [f"model.{key}={given.get(key)} there, {mine[key]} here" for key in mine
                  if key not in free and given.get(key) != mine[key]]
     if different:
-        bias = ("; the biases of model.balance=bias are weights of the model: with another balance, or "
-                "without biases, it would choose other experts" if given.get("balance") != mine.get("balance")
-                else "")
-        raise InputError(f"checkpoint {path} is of another model: {'; '.join(different)}{bias}; give the "
+        why = ("; the biases of model.balance=bias are weights of the model: with another balance, or "
+               "without biases, it would choose other experts" if given.get("balance") != mine.get("balance")
+               else "")
+        if "seq_len" not in free and given["seq_len"] != mine["seq_len"]:
+            why += ("; model.position=learned has a row of weights for each place, and none for "
+                    "others: only with model.position=rotary does a run go on at another model.seq_len")
+        raise InputError(f"checkpoint {path} is of another model: {'; '.join(different)}{why}; give the "
                          "model its sizes" + ("" if base else ", or a new run a run.dir of its own"))
     saved = {kind for entry in manifest.parameters.values() for kind in entry.sums}
     missing = [buffer.name for buffer in OPTIMIZERS[config.optimizer.name].buffers

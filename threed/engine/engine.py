@@ -76,7 +76,9 @@ class Engine:
                           weight_grads, self.saving,
                           Fused(compiles(config, comm.device), config.model.fused == "auto"),
                           config.data.document_mask and attention(config, comm.device) == "varlen",
-                          config.train.seed, comm.device, comm.mesh.tokens_of(comm.here))
+                          config.train.seed, comm.device, comm.mesh.tokens_of(comm.here), config.by_heads,
+                          config.parallel.cp_order)
+        self.places = context.places
         layers = built(config, table, table.units_of(position), context, parameters)
         stream, keeping = streams(config, table, context), partial(_keeping, table, self.states, self.saving)
         self.activation = activation = ActivationRun(comm, table, shared, dtype, stream)

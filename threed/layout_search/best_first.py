@@ -164,22 +164,27 @@ class Search:
     def _candidates(self, space: Space, group: _Group,
                     bound_s: float) -> Iterator[tuple[float, _Candidate]]:
         """Variants of a group that may fit and be of use, each with a lower bound on its step."""
+        plain = space.recomputing(group.shape, group.rank)
+        taken = self.bounds.taken_bytes(plain)
+        saved = [size + taken for size in self.bounds.saved_bytes(plain)]
+        if max(saved) > self.memory and self.result.nearest is not None:  # without any parameters
+            self.result.dropped[NO_MEMORY] += space.count(group.shape, group.rank)
+            return
         some = [_Sized(variant, self.bounds.fixed_bytes(variant.layout), bound_s)
                 for variant in space.variants(group.shape, group.rank)]
-        plain = space.recomputing(group.shape, group.rank)
-        saved, taken = self.bounds.saved_once(plain), self.bounds.taken_bytes(plain)
         some = self._of_use([each for each in some
-                             if self._may_fit(each.variant.layout, _most(each.fixed, saved) + taken)])
+                             if self._may_fit(each.variant.layout, _most(each.fixed, saved))])
+        if some:
+            held = [size + taken for size in self.bounds.working_bytes(plain)]
+            some = [each for each in some if self._may_fit(each.variant.layout, _most(each.fixed, held))]
         if not some:
             return
-        filled = self.bounds.filled(plain)
-        least_s = max(bound_s, filled.step_s)
+        least_s = max(bound_s, self.bounds.filled_s(plain))
         some = self._of_use([each._replace(bound_s=max(least_s, self.bounds.reduced_s(each.variant.layout)))
                              for each in some])
         alike = ShortPlans(config_of(plain, self.base), self.hardware)
         for variant, fixed, bound_s in some:
-            if self._may_fit(variant.layout, _most(fixed, filled.saved_bytes) + taken):
-                yield bound_s, _Candidate(variant, group, alike, fixed)
+            yield bound_s, _Candidate(variant, group, alike, fixed)
 
     def _working_bytes(self, layout: Layout, alike: ShortPlans) -> list[int]:
         """As of ShortPlans."""

@@ -1,117 +1,108 @@
 """Bounds: what no layout is below, without a plan of it: the price of units for all micro-batches of the
-busiest position, and the bytes of parameters, gradients and optimizer state.
-
-Prices and sizes are those of a table of all units on one position.
+busiest position, and the bytes of parameters, gradients, optimizer state, and what its order saves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from fractions import Fraction
 from operator import add
-from typing import NamedTuple
 
-from threed.base.mesh import axes_of
-from threed.layout_search.cuts import Cuts
 from threed.layout_search.layout import Layout, config_of
 from threed.layout_search.short_plan import FORWARDS_FIRST, steady_count
-from threed.planner.auto import marked_table
-from threed.planner.facts import make_mesh, make_table
-from threed.planner.passes import Pipeline
-from threed.prediction.analytic import cost
-from threed.prediction.hardware import Hardware, places
+from threed.layout_search.units import UnitBytes, Units
+from threed.planner.facts import make_mesh
 from threed.prediction.peak import groups
-from threed.program.instruction import Instruction, Op, Slot, SlotKind
-from threed.program.plan import Plan
-from threed.program.summary import unit_bytes
-from threed.program.table import Table
+from threed.program.instruction import Op
 from threed.schedules.orders import Task
 from threed.schedules.timed import StageTimes, spans
-from threed.schema import Config
 
 
-class UnitPrice(NamedTuple):
-    """Of a compute unit, or of a stage, and a micro-batch."""
-
-    forward: float  # seconds
-    backward: float  # seconds
-    again: float  # seconds of forward, computed again (a position may do this while it waits for a gradient)
-    weight: float  # seconds of the half of backward that computes gradients of weights
-    saved: int  # bytes from forward to backward
-
-
-class Filled(NamedTuple):
-    """Of the order of a schedule."""
-
-    step_s: float
-    saved_bytes: list[int]  # by position: for the backward, at their most
-
-
-class UnitBytes(NamedTuple):
-    """Of a parameter unit, on the device."""
-
-    fixed: int  # all the time
-    gathered: int  # of its weights, where they come and go
-    gradient: int  # of its whole gradient, where that comes and goes
-
-
-class Bounds(Cuts):
+class Bounds(Units):
     """Of layouts of one config on one kind of machine."""
-
-    def __init__(self, config: Config, hardware: Hardware):
-        super().__init__(config)
-        self.hardware = hardware
 
     def step_s(self, layout: Layout) -> float:
         """Seconds: no step is shorter. The first forward of a position waits for those of the stages before
         its first one; then it computes all of its micro-batches."""
-        stages, m = self._stage_prices(layout), self.microbatches(layout)
+        stages, m = self.stage_prices(layout), self.microbatches(layout)
         return max(m * computes + sum(stage.forward for stage in stages[:layout.place.index(position)])
-                   for position, computes in enumerate(self._busy(layout)))
+                   for position, computes in enumerate(self.busy(layout)))
 
     def microbatches(self, layout: Layout) -> int:
         return self.config.train.global_batch_size // (layout.micro_batch_size * layout.dp)
 
     def microbatch_s(self, layout: Layout) -> float:
         """Seconds: no micro-batch of a steady state takes less."""
-        return max(self._busy(layout))
+        return max(self.busy(layout))
 
-    def saved_once(self, layout: Layout) -> list[int]:
-        """Bytes by position: of one micro-batch, when its backward begins. No order saves less."""
-        saved = [0] * layout.pp
-        for (position, _), stage in zip(self.placed(layout), self._stage_prices(layout), strict=True):
-            saved[position] += stage.saved
-        return saved
+    def saved_bytes(self, layout: Layout) -> list[int]:
+        """Bytes by position: what its order saves for the backward, at their most."""
+        return self._most_saved(layout, temporaries=False)
 
-    def filled(self, layout: Layout) -> Filled:
-        """What the order of its schedule takes, with messages and updates that take no time."""
-        m, stages = self.microbatches(layout), self._stage_prices(layout)
-        count = steady_count(layout.schedule, layout.pp, m)
+    def working_bytes(self, layout: Layout) -> list[int]:
+        """The same, with the temporaries of backward: they are measured, which takes a while."""
+        return self._most_saved(layout, temporaries=True)
+
+    def _most_saved(self, layout: Layout, temporaries: bool) -> list[int]:
+        m, count = self.microbatches(layout), self._steady_count(layout)
+        times = Fraction(m if layout.schedule in FORWARDS_FIRST else count, count)
+
+        def most() -> list[int]:
+            saved = [stage.saved for stage in self.stage_prices(layout)]
+            return [most_saved(tasks, saved, self._beside(layout, tasks) if temporaries else None, times)
+                    for tasks in layout.order(count)]
+
+        return self.once(("saved", layout.of_units(), layout.budgeted, layout.place, layout.schedule, count,
+                          times, temporaries), most)
+
+    def _beside(self, layout: Layout, tasks: Sequence[Task]) -> list[int]:
+        """Of each stage: bytes that its backward holds beside what was saved before it, at least."""
+        units, op = layout.of_units(), Op.BACKWARD
+        if any(task.kind == "I" for task in tasks):
+            op = Op.BACKWARD_INPUT
+        held = self.once(("temporaries", units, layout.budgeted, op),
+                         lambda: self.temporaries(units, layout.budgeted, op))
+        prices, beside = self.prices(layout), []
+        for _, stage in self.placed(layout):
+            freed, each = 0, []
+            for unit in reversed(range(stage.start, stage.stop)):
+                each.append(held[unit] - freed)
+                freed += prices[unit].saved
+            beside.append(max(each))
+        return beside
+
+    def filled_s(self, layout: Layout) -> float:
+        """Seconds that the order of its schedule takes, with messages and updates that take no time."""
+        m, stages = self.microbatches(layout), self.stage_prices(layout)
+        count = self._steady_count(layout)
         order = layout.order(count)
         times = StageTimes([each.forward for each in stages],
                            [each.backward - each.weight for each in stages], [each.weight for each in stages])
         at_work = spans(order, layout.place, times)
         end_s = max(end for _, end in at_work)
         step_s = end_s if m == count else 0.0
-        for (start, end), busy, tasks in zip(at_work, self._busy(layout), order, strict=True):
+        for (start, end), busy, tasks in zip(at_work, self.busy(layout), order, strict=True):
             # No other position waits for the gradients of weights.
             step_s = max(step_s, start + m * busy + (end_s - end if tasks[-1].kind != "W" else 0.0))
-        all_saved = m if layout.schedule in FORWARDS_FIRST else count
-        return Filled(step_s, [most_saved(tasks, stages) * all_saved // count for tasks in order])
+        return step_s
+
+    def _steady_count(self, layout: Layout) -> int:
+        return steady_count(layout.schedule, layout.pp, self.microbatches(layout))
 
     def reduced_s(self, layout: Layout) -> float:
         """Seconds: no step is shorter that reduces its gradients: after each micro-batch, or at the end;
         where a position has one stage, in its last micro-batch."""
         if layout.data_ranks == 1:
             return 0.0
-        units, m = self._reduced(layout), self.microbatches(layout)
+        units, m = self.reductions(layout), self.microbatches(layout)
         takes = [0.0] * layout.pp
         for position, stage in self.placed(layout):
             takes[position] += sum(units[stage])
         if layout.reduces_often:
             return m * max(takes)
-        busy = self._busy(layout)
+        busy = self.busy(layout)
         before = [m * busy[position] - stage.again - stage.backward for (position, _), stage in zip(
-            self.placed(layout), self._stage_prices(layout), strict=True)]
+            self.placed(layout), self.stage_prices(layout), strict=True)]
         return max(map(add, takes, before)) if len(before) == layout.pp else max(takes)
 
     def fixed_bytes(self, layout: Layout) -> list[int]:
@@ -124,8 +115,8 @@ class Bounds(Cuts):
 
     def _fixed_bytes(self, layout: Layout, summed: bool) -> list[int]:
         alone = layout.of_parameters()
-        units = self.once(("bytes", alone), lambda: _fixed(self._table(alone)))
-        rows: list[list[dict[int, UnitBytes]]] = [[] for _ in range(layout.pp)]  # of each stage
+        units = self.once(("bytes", alone), lambda: self.parameter_bytes(alone))
+        rows: list[list[dict[object, UnitBytes]]] = [[] for _ in range(layout.pp)]  # of each stage
         for position, stage in self.placed(layout):
             # (a tied embedding counts once)
             rows[position].append({p: each for unit in units[stage] for p, each in unit.items()})
@@ -139,85 +130,23 @@ class Bounds(Cuts):
         return self.once(("taken", layout.of_mesh()), lambda: self.hardware.taken_bytes(
             groups(make_mesh(config_of(layout, self.config)), 0) + (layout.pp > 1)))
 
-    def _busy(self, layout: Layout) -> list[float]:
-        """Seconds by position in which it computes a micro-batch."""
-        busy = [0.0] * layout.pp
-        for (position, _), stage in zip(self.placed(layout), self._stage_prices(layout), strict=True):
-            busy[position] += stage.forward + stage.again + stage.backward
-        return busy
-
-    def _stage_prices(self, layout: Layout) -> list[UnitPrice]:
-        units = self._prices(layout)
-        return [UnitPrice(*map(sum, zip(*units[stage], strict=True))) for _, stage in self.placed(layout)]
-
-    def _prices(self, layout: Layout) -> Sequence[UnitPrice]:
-        """Of each unit. The loss is not computed again: its backward may follow at once."""
-        alone = layout.of_units()
-        where = self.once(("places", layout.of_mesh()), lambda: self._places(layout))
-
-        def price() -> list[UnitPrice]:
-            config = config_of(layout, self.config)
-            table = marked_table(self.alone(alone), Pipeline([[]], (0,)))
-            seconds = cost(Plan(table, {}, config), self.hardware)
-
-            def of(unit: int) -> UnitPrice:
-                forward, backward, weight, again = (seconds(0, Instruction(op, unit, 0)) for op in (
-                    Op.FORWARD, Op.BACKWARD, Op.BACKWARD_WEIGHT, Op.RECOMPUTE))
-                repeated = table.units[unit].recompute and unit != table.last
-                some = table.units[unit].recompute or layout.budgeted
-                saved = 0 if some else table.size(Slot(SlotKind.SAVED, unit))
-                return UnitPrice(forward, backward, again * repeated, weight, saved)
-
-            return [*map(of, range(len(table.units)))]
-
-        return self.once(("prices", alone, where, layout.budgeted), price)
-
-    def _reduced(self, layout: Layout) -> Sequence[float]:
-        """Seconds that a reduction of each unit's gradients takes, over its shard group. (A tied embedding's
-        is the first unit's.)"""
-        def price() -> list[float]:
-            table = self._table(layout)
-            seconds = cost(Plan(table, {}, config_of(layout, self.config)), self.hardware)
-            taken = set[int]()
-            result = []
-            for unit in table.units:
-                own = [p for p in unit.parameters if table.parameters[p].trains and p not in taken]
-                taken.update(own)
-                result.append(sum(seconds(0, Instruction(Op.REDUCE, p, group=table.parameters[p].shard_group))
-                                  for p in own if table.shards.reductions(p)))
-            return result
-
-        return self.once(("reduced", layout.of_reductions()), price)
-
-    def _places(self, layout: Layout) -> object:
-        """How the groups lie in which ranks cut parameters, or tokens."""
-        where = places(make_mesh(config_of(layout, self.config)), self.hardware.node_ranks)
-        return tuple([(axis, *vars(where[axis]).values())
-                      for axis in (*axes_of("tokens"), *axes_of("parameters"))])
-
-    def _table(self, layout: Layout) -> Table:
-        """Of all units on one position."""
-        alone = layout.of_parameters()
-        return self.once(("table", alone), lambda: make_table(self.alone(alone), (0,)))
-
-
-def _fixed(table: Table) -> list[dict[int, UnitBytes]]:
-    """Of each compute unit: parameter unit -> bytes."""
-    bytes_of = {p: _unit_bytes(table, p) for p in table.parameters}
-    return [{p: bytes_of[p] for p in unit.parameters} for unit in table.units]
-
-
-def most_saved(tasks: Sequence[Task], stages: Sequence[UnitPrice]) -> int:
-    """Bytes at their most of what the tasks of a position save."""
+def most_saved(tasks: Sequence[Task], saved: Sequence[int], beside: Sequence[int] | None = None,
+               times: Fraction = Fraction(1)) -> int:
+    """Bytes at their most of what the tasks of a position save. By stage: `saved`, `beside` that in its
+    backward. `times`: of the tasks that there are, in an order with all forwards first."""
     now = most = 0
     for task in tasks:
-        if task.kind != "W":
-            now += stages[task.stage].saved * (1 if task.kind == "F" else -1)
-            most = max(most, now)
+        if task.kind == "F":
+            now += saved[task.stage]
+            most = max(most, int(now * times))
+        elif task.kind != "W":
+            if beside is not None:
+                most = max(most, int(now * times) + beside[task.stage])
+            now -= saved[task.stage]
     return most
 
 
-def _held(stages: list[dict[int, UnitBytes]], layout: Layout, ahead: int, summed: bool) -> int:
+def _held(stages: list[dict[object, UnitBytes]], layout: Layout, ahead: int, summed: bool) -> int:
     """Bytes of a position's stages, with buffers. `ahead`: units that are gathered before their turn.
     `summed`: whole gradients of all units at a time."""
     whole = {p: each for stage in stages for p, each in stage.items()}
@@ -225,11 +154,3 @@ def _held(stages: list[dict[int, UnitBytes]], layout: Layout, ahead: int, summed
     gradients = sorted((each.gradient for each in whole.values()), reverse=True)
     # One is sent while the next is computed.
     return sum(each.fixed for each in whole.values()) + sum(gathered) + sum(gradients[:None if summed else 2])
-
-
-def _unit_bytes(table: Table, p: int) -> UnitBytes:
-    held = table.parameters[p]
-    comes = held.trains and not table.shards.in_place(p)
-    gathered = table.shards.is_cut(p) and not held.whole
-    return UnitBytes(unit_bytes(table, p), table.size(Slot(SlotKind.PARAM, p)) if gathered else 0,
-                     table.size(Slot(SlotKind.WEIGHT_GRAD, p)) if comes else 0)

@@ -5,17 +5,27 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from threed.base.errors import InputError
 from threed.base.quantity import BYTES
 from threed.config.stages import stage_runs
 from threed.layout_search.layout import Layout, config_of
-from threed.models.tiling import cut_layers
+from threed.models.kinds import layer_kinds
+from threed.models.tiling import cut_layers, unit_layers
 from threed.planner.facts import make_table, stage_sizes
 from threed.schema import Config
 
 T = TypeVar("T")
+_FEW = 8  # layers of the largest model that may stand for another
+
+
+class Few(NamedTuple):
+    """A model of fewer layers, with units of all kinds of another."""
+
+    layers: int  # its model.layers
+    units: tuple[int, ...]  # of each unit of the other, one of its kind
+
 
 
 class Cuts:
@@ -54,6 +64,17 @@ class Cuts:
 
         return self.once(("largest", layout.of_model()), most)
 
+    def few(self, layout: Layout) -> Few:
+        """The smallest model with the kinds of units of a layout's."""
+        own = layout.of_model()
+        return self.once(("few", own, layout.by_number), lambda: _few(self.alone(own), layout.by_number))
+
+    def fewest(self, layout: Layout) -> Config:
+        """`alone`, with that model: a table of it is made soon."""
+        config = self.alone(layout)
+        config.model.layers = self.few(layout).layers
+        return config
+
     def tiles(self, layout: Layout) -> tuple[str, ...]:
         """Limits for tiles of the largest parameter unit, a few and more of them, that the model can have."""
         def limits() -> tuple[str, ...]:
@@ -82,3 +103,20 @@ class Cuts:
             return None
         ends = [*itertools.accumulate(asked or stage_sizes(config, count), initial=0)]
         return [*itertools.pairwise(ends)]
+
+
+def _few(config: Config, by_number: bool) -> Few:
+    """`by_number`: units differ by where they are."""
+    kinds, layers = _unit_kinds(config), config.model.layers
+    smaller = () if config.model.own_layers or by_number else range(1, min(layers, _FEW))
+    for count in smaller:
+        config.model.layers = count
+        some = _unit_kinds(config)
+        if set(some) == set(kinds):
+            return Few(count, tuple(map(some.index, kinds)))
+    return Few(layers, tuple(range(len(kinds))))
+
+
+def _unit_kinds(config: Config) -> list[str]:
+    kinds = layer_kinds(config)
+    return [repr(kinds[first:stop]) for first, stop in unit_layers(config)[1]]

@@ -26,7 +26,8 @@ KEYS = {
     "reduce_every": "zero.reduce_every", "policy": "activation.policy", "every": "activation.every",
     "offload_activations": "activation.offload", "offload_optimizer": "offload.optimizer",
     "tile_linears": "model.tile_linears", "reduce_dtype": "precision.reduce_dtype", "ep": "parallel.ep",
-    "pair": "parallel.pair", "cp": "parallel.cp", "cp_overlap": "parallel.cp_overlap",
+    "pair": "parallel.pair", "cp": "parallel.cp", "cp_form": "parallel.cp_form",
+    "cp_overlap": "parallel.cp_overlap",
 }
 
 
@@ -60,6 +61,7 @@ class Layout(NamedTuple):
     ep: int = 1
     pair: bool = False
     cp: int = 1
+    cp_form: str = "keys"
     cp_overlap: bool = False
 
     @property
@@ -106,6 +108,11 @@ class Layout(NamedTuple):
         return self.reduce_every == "step"
 
     @property
+    def by_number(self) -> bool:
+        """Whether a unit is computed again by its number."""
+        return self.every > 1
+
+    @property
     def budgeted(self) -> bool:
         """Whether only a plan knows which units are computed again."""
         return self.policy == "budget"
@@ -125,9 +132,10 @@ class Layout(NamedTuple):
     # What some things depend on, as a layout whose other fields are as by default
 
     def of_model(self) -> Layout:
-        """The units of the model."""
+        """The units of the model. (Ranks that have heads of their own leave fewer for each tile.)"""
         return self.of_units()._replace(sequence_parallel=False, micro_batch_size=1, policy="none", every=1,
-                                        offload_activations=False, ep=1, cp=1)
+                                        offload_activations=False, ep=1,
+                                        cp=self.cp if self.cp_form == "heads" else 1)
 
     def of_mesh(self) -> Layout:
         """Groups of ranks."""
@@ -161,8 +169,8 @@ class Layout(NamedTuple):
 
     def text(self) -> str:
         """In a line: what a person would call it."""
-        overlap = " (overlap)" * self.cp_overlap
-        more = f" cp {self.cp}{overlap}" * (self.cp > 1) + f" ep {self.ep}" * (self.ep > 1)
+        form = self.cp_form + ", overlap" * self.cp_overlap
+        more = f" cp {self.cp} ({form})" * (self.cp > 1) + f" ep {self.ep}" * (self.ep > 1)
         words = [f"tp {self.tp} pp {self.pp} dp {self.dp}{more}"]
         if self.axis_order != "pp-dp-tp":
             words.append(self.axis_order)
@@ -220,7 +228,9 @@ def config_of(layout: Layout, base: Config) -> Config:
     config = copied(base)
     parallel, free = config.parallel, SCHEDULES[layout.schedule].virtual is None
     parallel.tp, parallel.pp, parallel.dp, parallel.ep = layout.tp, layout.pp, layout.dp, layout.ep
-    parallel.cp, parallel.cp_overlap = layout.cp, layout.cp_overlap
+    parallel.cp, parallel.cp_form, parallel.cp_overlap = layout.cp, layout.cp_form, layout.cp_overlap
+    if layout.cp == 1 or parallel.cp_form == "heads":
+        parallel.cp_order = "zigzag"
     parallel.axis_order, parallel.schedule = layout.axis_order, layout.schedule
     parallel.virtual_stages = layout.virtual_stages if free else None
     parallel.sequence_parallel, parallel.pair = layout.sequence_parallel, layout.pair

@@ -39,6 +39,13 @@ FORWARDS_FIRST = ("gpipe", "breadth-first")  # orders with the forwards of all m
 _STEADY = 0.99  # of the pace: a steady state is not faster
 
 
+def as_priced(config: Config, hardware: Hardware) -> Config:
+    """A config with what prices have on a machine: on a CPU nothing is compiled for model.fused=auto."""
+    if hardware.waits and config.model.fused == "auto":
+        return replace(config, model=replace(config.model, fused="off"))
+    return config
+
+
 def steady_count(name: str, p: int, m: int) -> int:
     """m, or where m is large a small number with a steady state that is congruent to it modulo p."""
     fewest = SCHEDULES[name].least(p) + 2 * p + 2
@@ -80,9 +87,7 @@ class ShortPlans:
     """The short plans of a config on a machine. InputError as from `short_plan`."""
 
     def __init__(self, config: Config, hardware: Hardware):
-        self.hardware = hardware
-        if hardware.waits and config.model.fused == "auto":  # as prices have it on a CPU
-            config = replace(config, model=replace(config.model, fused="off"))
+        self.hardware, config = hardware, as_priced(config, hardware)
         self.config, self.p, self.m = config, config.parallel.pp, config.num_microbatches
         # A limit of what is kept is about all micro-batches.
         whole = config.activation.policy == "budget" or config.parallel.activation_limit is not None

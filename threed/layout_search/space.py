@@ -100,8 +100,18 @@ class Space:
                 for cp in self._choices("cp", [cp for cp in divisors(self.devices // tp) if cp <= most]):
                     alone = Layout(tp, sequence_parallel=cut, cp=cp,
                                    tile_linears=self.fixed.get("tile_linears"))
-                    for overlap in self._choices("cp_overlap", (False, True)) if cp > 1 else (False,):
-                        yield from self._meshes(alone._replace(cp_overlap=overlap))
+                    for form, overlap in self._forms(alone):
+                        yield from self._meshes(alone._replace(cp_form=form, cp_overlap=overlap))
+
+    def _forms(self, alone: Layout) -> Iterator[tuple[str, bool]]:
+        """How its ranks of cp share attention, and whether keys travel beside the computation."""
+        if alone.cp == 1:
+            yield "keys", False
+            return
+        shared = self.base.model.num_kv_heads % (alone.tp * alone.cp) == 0  # key heads
+        for form in self._choices("cp_form", ("keys", "heads") if shared else ("keys",)):
+            for overlap in self._choices("cp_overlap", (False, True) if form == "keys" else (False,)):
+                yield form, overlap
 
     def _meshes(self, alone: Layout) -> Iterator[Layout]:
         """All meshes with its tp and cp."""
@@ -191,7 +201,7 @@ class Space:
                 for row in self._changes(shape, rank)]
 
     def _changes(self, shape: Layout, rank: int) -> list[_Change]:
-        key = (rank, shape.tp, shape.dp, shape.cp, shape.cp_overlap, shape.ep,
+        key = (rank, shape.tp, shape.dp, shape.cp, shape.cp_form, shape.cp_overlap, shape.ep,
                shape.pp if shape.axis_order == "dp-pp-tp" else 1)
         if key not in self._known:
             policy, away = self.recomputes[rank]

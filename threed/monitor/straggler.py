@@ -3,9 +3,9 @@ its pace.
 
 Ranks of one pipeline position run the same program, so their work takes equally long on machines that are
 equally fast. Work is what a rank does by itself: its compute instructions, the optimizer, and copies to and
-from its host and disk; it does not include waiting for other ranks. Compute includes tensor-parallel
-collectives, so tp peers are as slow as the slowest of them, and are named together. A position with a single
-tp group has no peers to compare it with.
+from its host and disk; it does not include waiting for other ranks. Compute includes collectives over tp, and
+over cp where ranks share sequences, so such peers are as slow as the slowest of them, and are named together.
+A position with a single replica has no peers to compare it with.
 """
 
 from __future__ import annotations

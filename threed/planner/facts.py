@@ -80,7 +80,8 @@ def make_mesh(config: Config) -> Mesh:
     """The mesh of a config: its axes, their sizes and their order among ranks."""
     parallel = config.parallel
     return Mesh(tuple(parallel.axis_order.split("-")), config.shard_size, folds_of(config),
-                ["keys"] * parallel.cp_overlap, **config.axis_sizes, **config.fold_sizes)
+                {"cp": parallel.cp_form}, ["keys"] * parallel.cp_overlap, **config.axis_sizes,
+                **config.fold_sizes)
 
 
 @remembered(lambda config: (depends_on(config), config.shard_size,
@@ -286,7 +287,7 @@ def saved_by_piece(config: Config) -> dict[str, int]:
     """Bytes of a block that a rank saves a micro-batch by recomputing each activation piece."""
     sizes = {str(piece): 0 for piece in PIECES}
     for kept in (kept for layer in cut_layers(config)[1] for kept in layer.cost(share_of(config)).saved):
-        if kept.piece is not None:
+        if kept.piece is not None and kept.kept_by is None:
             sizes[kept.piece] += kept.bytes
     return sizes
 
@@ -338,8 +339,11 @@ def _compute_unit(config: Config, members: Sequence[Layer], run: tuple[int, int]
         sent.setdefault(phase, {})[axis] = each
     traffic, rings = ({phase: {axis: getattr(each, what) for axis, each in axes.items()}
                        for phase, axes in sent.items()} for what in ("bytes", "rings"))
+    exchanged = {phase: some for phase, axes in sent.items()
+                 if (some := {axis: (each.exchanged, each.exchanges) for axis, each in axes.items()
+                              if each.exchanges})}
     return ComputeUnit(name, run, 0, (), cost.kernels, cost.saved_bytes(config.pieces),
-                       cost.operands, traffic, rings=rings, makes=makes, reads=reads,
+                       cost.operands, traffic, rings=rings, exchanged=exchanged, makes=makes, reads=reads,
                        loss=any(layer.loss for layer in members), adds=all(layer.adds for layer in members),
                        output=passes(members[-1], share),
                        again=tuple(kernel for kernel in cost.kernels if kernel.piece in config.pieces))

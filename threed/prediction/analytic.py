@@ -129,7 +129,7 @@ class _Compute:
     def seconds(self, op: Op, index: int) -> float:
         unit = self.units[index]
         key = op, (unit.kernels, unit.again, tuple((phase, tuple(of.items()))
-                                                   for each in (unit.traffic, unit.rings)
+                                                   for each in (unit.traffic, unit.rings, unit.exchanged)
                                                    for phase, of in each.items()))
         if key not in self._known:  # units are few kinds
             self._known[key] = self._seconds(op, unit)
@@ -169,10 +169,16 @@ class _Compute:
         return seconds
 
     def _gathered(self, unit: ComputeUnit, phase: str) -> float:
-        """Of the gathers and scatters in a phase over ranks that share sequences: attention waits for them.
-        """
-        return sum(self.travel.ring(unit.traffic[phase][axis], self.places[axis], unit.rings[phase][axis])
-                   for axis in axes_of("tokens") if axis in unit.traffic.get(phase, {}))
+        """Of the gathers, scatters and all-to-alls in a phase over ranks that share sequences: attention
+        waits for them."""
+        seconds = 0.0
+        for axis in (axis for axis in axes_of("tokens") if axis in unit.traffic.get(phase, {})):
+            place = self.places[axis]
+            exchanged, exchanges = unit.exchanged.get(phase, {}).get(axis, (0, 0))
+            seconds += (self.travel.ring(unit.traffic[phase][axis] - exchanged, place,
+                                         unit.rings[phase][axis])
+                        + self.travel.all_to_all(exchanged, place, exchanges))
+        return seconds
 
     def _cut(self, unit: ComputeUnit) -> bool:
         """Whether the sequence is cut: then it is gathered once more for the gradients of weights, but not

@@ -22,9 +22,9 @@ from threed.base.remember import remembered, remembering
 from threed.comm.group import Comm
 from threed.comm.process import initialized
 from threed.features.pipeline.run import PipelineRun, built, streams
-from threed.models.layers.base import Layer
+from threed.models.kinds import layer_kinds
 from threed.models.measure import silent_groups, weight_of
-from threed.models.tiling import layers_of, model_key, share_of, together
+from threed.models.tiling import layers_of, share_of, together
 from threed.planner import make_mesh
 from threed.planner.from_config import config_of
 from threed.program.analysis import Analysis
@@ -38,7 +38,7 @@ from threed.program.slots import Slots
 from threed.program.summary import activations
 from threed.program.table import Table
 from threed.schema import Config
-from threed.spec.parameter import Cost, Share
+from threed.spec.parameter import Share
 from threed.tensor.alive import Alive
 from threed.tensor.context import Batch, Context
 from threed.tensor.documents import Documents
@@ -46,18 +46,11 @@ from threed.tensor.fused import Body, Fused
 from threed.tensor.fused_loss import LossKernels
 from threed.tensor.layers import WeightGrads
 from threed.tensor.precision import DTYPES
+from threed.tensor.rectangles import SHAPES, Rectangle
 from threed.tensor.saving import SavingPolicy, UnsavedMemory
 from threed.tensor.shapes import Shapes
 
 What = tuple[Op, str, int]  # op, what FORWARD keeps, unit
-
-
-@runtime_checkable
-class Alike(Protocol):
-    """A layer whose class does not tell how it computes. `likeness`: equal for layers that compute in the
-    same way, given that their costs are equal."""
-
-    def likeness(self, share: Share) -> object: ...
 
 
 @runtime_checkable
@@ -75,7 +68,7 @@ def temporaries_of(plan: Plan) -> Callable[[Instruction], int]:
     config, table = config_of(plan), plan.table
     layers, share = layers_of(config), share_of(config)
     units = [layers[slice(*unit.layers)] for unit in table.units]
-    bytes_of, kinds = dict[What, int](), _kinds(config)
+    bytes_of, kinds = dict[What, int](), layer_kinds(config)
     program, first = [_once(each) for each in plan.programs["train"]], 0
     for length in together(units):
         run = range(first, first + length)
@@ -89,19 +82,6 @@ def temporaries_of(plan: Plan) -> Callable[[Instruction], int]:
         bytes_of.update(zip(map(_what, items), _measured(key, config, table, run, items), strict=True))
         first += length
     return lambda instruction: bytes_of.get(_what(instruction), 0)
-
-
-@remembered(model_key)
-def _kinds(config: Config) -> list[object]:
-    """Of each layer: equal for layers of one kind that cost the same."""
-    share = share_of(config)
-    return [(_likeness(layer, share), *_sizes(layer.cost(share))) for layer in layers_of(config)]
-
-
-def _sizes(cost: Cost) -> tuple[object, ...]:
-    """A cost without the names of what is saved, which differ from block to block."""
-    return (cost.flops, cost.operands, sorted(cost.sent.items()),
-            [(kept.bytes, kept.piece) for kept in cost.saved])
 
 
 def _what(item: Instruction) -> What:
@@ -153,7 +133,7 @@ def _pipeline(config: Config, table: Table, run: range, items: Sequence[Instruct
     dtype = DTYPES[config.precision.dtype]
     saving = SavingPolicy(config.pieces)
     context = Context(config.model, comm.groups, config.parallel.sequence_parallel, dtype, grads, saving,
-                      _Kernels(alive), tokens=(share.tokens - 1, share.tokens))
+                      _Kernels(alive), tokens=(share.tokens - 1, share.tokens), by_heads=share.by_heads)
     layers = layers_of(config)
     parameters = {p.key: p for unit in run for layer in layers[slice(*table.units[unit].layers)]
                   for p in layer.parameters()}
@@ -178,10 +158,6 @@ def _pipeline(config: Config, table: Table, run: range, items: Sequence[Instruct
     compute.feed.begin(lambda _: batch, items)
     context.rotary(comm.device, config.data.document_mask)  # a rank makes its table once
     return compute
-
-
-def _likeness(layer: Layer, share: Share) -> object:
-    return layer.likeness(share) if isinstance(layer, Alike) else type(layer)
 
 
 def _came(table: Table, slots: Slots, slot: Slot) -> torch.Tensor | None:
@@ -270,6 +246,9 @@ class _Kernels(Fused):
             return kernel
 
         self.body = one
+
+    def rectangle(self, *_: object) -> Rectangle:
+        return SHAPES
 
     def kernels(self, device: torch.device) -> LossKernels | None:
         return _Loss

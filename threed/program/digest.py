@@ -32,7 +32,8 @@ SINCE = (Since("Table", "logits", None), Since("Table", "trains", True),
          Since("Table", "messages", WHOLE_MESSAGES), Since("Table", "pair", None),
          Since("ZeroSettings", "streams", False), Since("UpdateSettings", "overlap", False),
          Since("ParameterUnit", "trains", True), Since("ParameterUnit", "fold", ""),
-         Since("ParameterUnit", "optimizer", ""), Since("ParameterUnit", "dtype", ""))
+         Since("ParameterUnit", "optimizer", ""), Since("ParameterUnit", "dtype", ""),
+         Since("ComputeUnit", "exchanged", {}))
 
 
 class _Formats(dict[tuple[Any, ...], str]):

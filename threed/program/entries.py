@@ -74,6 +74,8 @@ class ComputeUnit:
     traffic: dict[str, dict[str, int]]  # phase of PHASES -> axis -> bytes sent in it
     # Likewise -> how many rings they are: 1 for an all-gather or a reduce-scatter, 2 for an all-reduce
     rings: dict[str, dict[str, int]] = field(default_factory=dict)
+    # Likewise -> (of these bytes those in all-to-alls, how many all-to-alls they are)
+    exchanged: dict[str, dict[str, tuple[int, int]]] = field(default_factory=dict)
     recompute: bool = False  # whether FORWARD keeps only its input, and RECOMPUTE computes the rest again
     makes: tuple[MadeTensor, ...] = ()
     reads: tuple[ReadTensor, ...] = ()

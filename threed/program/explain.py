@@ -4,15 +4,15 @@ that take part, the bytes that it sends and moves, and the instructions that wai
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from threed.base.quantity import show_bytes
+from threed.base.quantity import add_up, many, show_bytes
 from threed.program.analysis import Analysis
 from threed.program.effects import effects
 from threed.program.in_words import slot_words, unit_words
-from threed.program.instruction import PARAMETER_KINDS, Instruction, Op, Slot, SlotKind
+from threed.program.instruction import COMPUTE, PARAMETER_KINDS, Instruction, Op, Slot, SlotKind
 from threed.program.table import Table
 from threed.program.traffic import moved_by, sent_by
 
@@ -49,6 +49,7 @@ class Explanation:
     rank: int = 0
     ranks: Sequence[int] = ()  # others that take part
     origin: str | None = None  # the pass that put it in
+    exchanges: Mapping[str, int] = field(default_factory=dict)  # all-to-alls inside it, by axis
 
     def document(self) -> dict[str, Any]:
         uses = {what: [{"slot": str(slot), "holds": slot_words(slot.kind, self.table), "tier": str(slot.tier),
@@ -57,7 +58,8 @@ class Explanation:
         return {"rank": self.rank, "program": self.program, "position": self.position, "index": self.index,
                 "instruction": self.instruction, "of": self.of, "lane": self.lane, "when": self.when, **uses,
                 "after": self.after, "waits for it": self.waits, "groups": self.groups, "sends": self.sends,
-                "moves": self.moves, "with ranks": self.ranks, "pass": self.origin}
+                "moves": self.moves, "with ranks": self.ranks, "pass": self.origin,
+                **({"exchanges": self.exchanges} if self.exchanges else {})}
 
 
 def explain(analysis: Analysis, name: str, position: int, index: int) -> Explanation:
@@ -77,7 +79,15 @@ def explain(analysis: Analysis, name: str, position: int, index: int) -> Explana
         [f"{at}  {program[at]}" for at in before[index]],
         [f"{at}  {program[at]}" for at, earlier in enumerate(before) if index in earlier],
         list(effect.groups), {axis: size for axis, size in sent_by(table, item).items() if size},
-        {effect.lane: size} if (size := moved_by(table, item)) else {})
+        {effect.lane: size} if (size := moved_by(table, item)) else {}, exchanges=_exchanges(item, table))
+
+
+def _exchanges(item: Instruction, table: Table) -> Mapping[str, int]:
+    """How many all-to-alls are inside an instruction, by axis."""
+    if item.op not in COMPUTE:
+        return {}
+    inside = [table.units[item.unit].exchanged.get(phase, {}) for phase in item.phases]
+    return add_up({axis: count for axis, (_, count) in axes.items()} for axes in inside)
 
 
 def _name(item: Instruction, table: Table) -> str:
@@ -111,7 +121,9 @@ def show(explained: Explanation) -> str:
             size = f", {show_bytes(held)}" if (held := explained.table.size(slot)) else ""
             lines.append(_line(what, f"{slot} (on the {slot.tier}{size}): "
                                      f"{slot_words(slot.kind, explained.table)}"))
-    sizes = [f"{show_bytes(size)} over {axis}" for axis, size in explained.sends.items()]
+    sizes = [f"{show_bytes(size)} over {axis}" + (
+        f" ({many(explained.exchanges[axis], 'all-to-all')})" if axis in explained.exchanges else "")
+             for axis, size in explained.sends.items()]
     moved = [f"{show_bytes(size)} by {lane}" for lane, size in explained.moves.items()]
     lines += [_line("sends", "; ".join(sizes))] if sizes else []
     lines += [_line("moves", "; ".join(moved))] if moved else []

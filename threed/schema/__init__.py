@@ -6,6 +6,7 @@ docs/reference/config.md are written from it. Import from here, not from the mod
 from threed.schema.config import Config, keys_of
 from threed.schema.keys import KeySpec, key
 from threed.schema.layout import (
+    KEYS,
     PIECES,
     ActivationConfig,
     OffloadConfig,
@@ -18,6 +19,6 @@ from threed.schema.model import LayersConfig, ModelConfig
 from threed.schema.running import MonitorConfig, RunConfig
 from threed.schema.training import CheckpointConfig, DataConfig, OptimizerConfig, TrainConfig
 
-__all__ = ["LOGGERS", "PIECES", "ActivationConfig", "CheckpointConfig", "Config", "DataConfig", "KeySpec",
-           "LayersConfig", "ModelConfig", "MonitorConfig", "OffloadConfig", "OptimizerConfig",
+__all__ = ["KEYS", "LOGGERS", "PIECES", "ActivationConfig", "CheckpointConfig", "Config", "DataConfig",
+           "KeySpec", "LayersConfig", "ModelConfig", "MonitorConfig", "OffloadConfig", "OptimizerConfig",
            "ParallelConfig", "PrecisionConfig", "RunConfig", "TrainConfig", "ZeroConfig", "key", "keys_of"]

@@ -96,8 +96,13 @@ class Config:
         return math.prod(self.axis_sizes[axis] for axis in axes_of("tokens"))
 
     @property
+    def by_heads(self) -> bool:
+        """Whether ranks that share sequences exchange tokens for heads in attention."""
+        return self.token_ranks > 1 and self.parallel.cp_form == "heads"
+
+    @property
     def pieces(self) -> tuple[str, ...]:
-        """Pieces of blocks that are computed again in backward."""
+        """Pieces of blocks that are computed again in backward, and KEYS where they are kept."""
         if self.activation.policy != "selective":
             return ()
         return ("norm", "mlp_act") if self.activation.pieces is None else tuple(self.activation.pieces)

@@ -15,7 +15,8 @@ from threed.base.quantity import parse_limit
 from threed.schedules.orders import SCHEDULES
 from threed.schema.keys import key
 
-PIECES = ("attention", "norm", "mlp_act")  # of a block
+PIECES = ("attention", "norm", "mlp_act")  # of a block, which are computed again
+KEYS = "keys"  # gathered over cp: the opposite, kept instead of gathered again
 DTYPES = ("fp32", "bf16", "fp16")
 
 
@@ -80,6 +81,12 @@ class ParallelConfig:
                                   "sequence")
     cp: int = key(1, "context-parallel ranks, which share each sequence: each has a part of its tokens",
                   least=1)
+    cp_form: str = key("keys", "how attention of a part of each sequence reaches all of it", choices={
+        "keys": "keys and values are gathered over cp",
+        "heads": "an exchange gives each rank whole sequences of a part of the heads (Ulysses)"})
+    cp_order: str = key("zigzag", "which tokens of a sequence each of them has", choices={
+        "zigzag": "two chunks, equal work in sequences of one document",
+        "documents": "chunks by each sequence's documents, nearly equal work in them"})
     cp_overlap: bool = key(False, "attention is two units, and keys and values travel between them, beside "
                            "other computation; backward gathers them again")
     ep: int = key(1, "expert-parallel ranks: runs of ranks of dp x tp, each of which holds all experts of a "
@@ -119,7 +126,9 @@ class ActivationConfig:
     policy: str = key("none", "recompute in backward", choices={
         "none": "", "full": "units", "selective": "pieces of blocks", "budget": "fewest units"})
     every: int | None = key(None, "full: every so many units are recomputed; null: 1, all", least=1)
-    pieces: list[str] | None = key(None, f"selective: of {', '.join(PIECES)}; null: [norm, mlp_act]")
+    pieces: list[str] | None = key(
+        None, f"selective: of {', '.join(PIECES)}, and with cp {KEYS}, which is kept instead of gathered "
+        "again; null: [norm, mlp_act]")
     budget: str | None = key(None, "budget: most bytes of activations that a rank may keep, such as 8GiB")
     partition: bool = key(False, "full, budget: kept inputs are cut over tp")
     offload: str = key("none", "full, budget: kept inputs go to", choices=("none", "cpu"))

@@ -149,6 +149,7 @@ class Parameter:
 
 
 SEQUENCE = "sequence"  # stands for all axes that cut the sequence of the residual stream
+HEADS = "heads"  # stands for all axes that cut the heads of attention
 
 
 @dataclass(frozen=True)
@@ -163,15 +164,18 @@ class Share:
     documents: bool = False  # whether attention stays inside documents, whose positions travel with the batch
     masked: bool = False  # whether some labels do not count
     tokens: int = 1  # ranks that share a sample, each with some of its tokens
+    by_heads: bool = False  # in attention each of these has all tokens, and some of the heads
 
     def length(self, seq_len: int) -> int:
         """Tokens of a sequence that this rank has."""
         return seq_len // self.tokens
 
     def over(self, cut: str) -> int:
-        """The ranks over which something is cut: those of an axis, or SEQUENCE, or one ('')."""
+        """The ranks over which something is cut: those of an axis, or SEQUENCE, or HEADS, or one ('')."""
         if cut == SEQUENCE:
             return math.prod(self.over(axis) for axis in self.sequence)
+        if cut == HEADS:
+            return self.over("tp") * (self.tokens if self.by_heads else 1)
         return self.ranks.get(cut, 1)
 
     def seen(self, seq_len: int, axis: str) -> int:
@@ -190,6 +194,12 @@ class Share:
         size = elements * (element or self.element) // self.over(cut) * self.sequences
         return Traffic(ring(size, self.over(axis)), int(self.over(axis) > 1))
 
+    def exchanged(self, elements: int, axis: str, cut: str = "") -> Traffic:
+        """What a rank sends where it gives each rank along an axis an equal part of what it has of a tensor.
+        """
+        size = ring(self.bytes(elements, cut), self.over(axis))
+        return Traffic(size, exchanged=size, exchanges=int(self.over(axis) > 1))
+
     def sent(self, elements: int, axis: str, rings: int, element: int | None = None) -> Traffic:
         """What a rank sends in so many rings over a whole tensor."""
         own = elements * (element or self.element) * self.sequences // self.tokens
@@ -202,9 +212,12 @@ class Traffic:
 
     bytes: int = 0
     rings: int = 0  # an all-gather and a reduce-scatter are one ring, an all-reduce is two
+    exchanged: int = 0  # of the bytes, those in all-to-alls
+    exchanges: int = 0  # all-to-alls
 
     def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(self.bytes + other.bytes, self.rings + other.rings)
+        return Traffic(self.bytes + other.bytes, self.rings + other.rings, self.exchanged + other.exchanged,
+                       self.exchanges + other.exchanges)
 
 
 class Outflow(NamedTuple):
@@ -223,8 +236,10 @@ class Saved(NamedTuple):
     what: str
     bytes: int
     piece: str | None = None  # the activation piece that computes it again instead
+    kept_by: str | None = None  # the one without which it is not kept
 
 
+WITHOUT = "without "
 _PHASES = ("forward", "once", "input", "weight")
 
 
@@ -237,7 +252,8 @@ class Cost:
     operands: int = 0  # bytes kept from the input half of backward to the weights' half
     # (phase: forward, input, weight, or once: in training alone, and not where forward is computed again;
     # axis) -> what is sent in it. A phase with the name of an activation piece is of its forward: it is sent
-    # in the input half, too, where the piece is computed again.
+    # in the input half, too, where the piece is computed again. One with WITHOUT before the name is sent
+    # there unless the piece is chosen.
     sent: Mapping[tuple[str, str], Traffic] = field(default_factory=dict)
 
     def __add__(self, other: Cost) -> Cost:
@@ -258,13 +274,14 @@ class Cost:
                    if isinstance(kernel, Product) and kernel.weight == FROZEN)
 
     def sent_by(self, again: tuple[str, ...] = ()) -> dict[tuple[str, str], Traffic]:
-        """(phase, axis) -> what is sent in it, where the pieces `again` are computed again."""
+        """(phase, axis) -> what is sent in it, where the pieces `again` are chosen."""
         sent = {where: each for where, each in self.sent.items() if where[0] in _PHASES}
         for (piece, axis), each in self.sent.items():
-            if piece in again:
+            if piece in again or (piece.startswith(WITHOUT) and piece.removeprefix(WITHOUT) not in again):
                 sent["input", axis] = sent.get(("input", axis), Traffic()) + each
         return sent
 
     def saved_bytes(self, again: tuple[str, ...] = ()) -> int:
-        """Bytes saved from forward to backward, without the pieces `again`, which are computed again."""
-        return sum(kept.bytes for kept in self.saved if kept.piece not in again)
+        """Bytes saved from forward to backward, where the pieces `again` are chosen."""
+        return sum(kept.bytes for kept in self.saved
+                   if kept.piece not in again and (kept.kept_by is None or kept.kept_by in again))

@@ -12,7 +12,8 @@ from torch.utils._pytree import tree_map
 
 from threed.comm.group import Group
 from threed.devices import device_of
-from threed.schema import ModelConfig
+from threed.schema import KEYS, ModelConfig
+from threed.spec.deal import by_documents
 from threed.spec.parameter import NOT_COUNTED, Tile
 from threed.tensor import experts as expert_operations
 from threed.tensor import fused_loss
@@ -20,6 +21,7 @@ from threed.tensor.documents import Documents, attend, outside, rotate_at
 from threed.tensor.fused import Fused, rotate
 from threed.tensor.fused_loss import CHUNK, Chunks, LossKernels
 from threed.tensor.gathered import attend_to_gathered
+from threed.tensor.heads import to_heads, to_tokens
 from threed.tensor.keys import Shared, attend_to_all, keys_of_all
 from threed.tensor.layers import (
     ColumnParallelLinear,
@@ -76,16 +78,15 @@ class Batch:
     def at(self, places: Places) -> Batch:
         """The part of a rank. (Labels are shifted before: the label of a chunk's last token is of the next
         chunk.)"""
-        if not self.tokens_BS.numel():
-            return self
         own, documents, last_B = places.own, self.documents, self.last_B
         if documents is not None:
-            documents = documents.at(taken(documents.positions_BS, own))
+            documents = documents.at(taken(documents.positions_BS, places.attended.own))
         if last_B is not None:
-            here = [places.local(last) for last in last_B.tolist()]
+            here = [places.local(last, sequence) for sequence, last in enumerate(last_B.tolist())]
             last_B = torch.tensor([-1 if last is None else last for last in here])
-        return replace(self, tokens_BS=taken(self.tokens_BS, own), labels_BS=taken(self.labels_BS, own),
-                       documents=documents, last_B=last_B)
+        tokens_BS, labels_BS = (taken(each, own) if each.numel() else each  # the ends of a pipeline have them
+                                for each in (self.tokens_BS, self.labels_BS))
+        return replace(self, tokens_BS=tokens_BS, labels_BS=labels_BS, documents=documents, last_B=last_B)
 
     def of(self, parts: Mapping[str, torch.Tensor]) -> Batch:
         """The same with other tensors, named as in `parts()`."""
@@ -124,6 +125,8 @@ class Context:
     seed: int = 0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     tokens: tuple[int, int] = (0, 1)  # (index, count) of this rank among those that share a sequence
+    by_heads: bool = False  # in attention each of these has all tokens, and some of the heads
+    order: str = "zigzag"  # in which they do (parallel.cp_order)
     _rotary: dict[tuple[torch.device, bool], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     keep_mask = staticmethod(keep_mask)
@@ -131,6 +134,8 @@ class Context:
     outside = staticmethod(outside)
     keys_of_all = staticmethod(keys_of_all)
     attend_to_gathered = staticmethod(attend_to_gathered)
+    to_heads = staticmethod(to_heads)
+    to_tokens = staticmethod(to_tokens)
     experts: ClassVar[Any] = expert_operations  # of layers with experts
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -201,16 +206,17 @@ class Context:
             group.all_reduce(count := count.contiguous()).wait()
         return count
 
-    def whole(self, part_sB: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | slice]:
-        """The values without a gradient, [s, B, ...], of all tokens of the sequences, [S, B, ...]; and where
-        those of this rank are."""
-        places, whole = self.places, part_sB
+    def whole(self, part_sB: torch.Tensor, documents: Documents | None = None) -> tuple[torch.Tensor, Any]:
+        """The values without a gradient, [s, B, ...], of all tokens of the sequences, [S, B, ...]; and an
+        index of those of this rank. `documents`: of the sequences."""
+        places, whole = self.places(documents), part_sB
         for group in self._sharing:
             part, whole = whole, whole.new_empty(group.size() * len(whole), *whole.shape[1:])
             group.all_gather(whole, part.contiguous()).wait()
         if places.count > 1:
-            whole = in_order(whole.chunk(places.count), [*map(places.of, range(places.count))], 0)
-            return whole, numbers(places.runs, whole.device)
+            whole = in_order(whole.chunk(places.count), places.deals, 0, 1)
+            return whole, (numbers(places.runs, whole.device).t(),
+                           torch.arange(part_sB.shape[1], device=whole.device))
         return whole, places.stream
 
     @property
@@ -228,8 +234,9 @@ class Context:
     def attend(self, q_BNSE: torch.Tensor, k_BKSE: torch.Tensor, v_BKSE: torch.Tensor,
                batch: Batch) -> torch.Tensor:
         """Causal attention, inside documents where the batch has them, [B, N, S, E]."""
-        if self.tokens[1] > 1:
-            return attend_to_all(q_BNSE, k_BKSE, v_BKSE, self.sequence, batch.documents)
+        if self.places().attended.count > 1:
+            keep = self.saving.again(KEYS)
+            return attend_to_all(q_BNSE, k_BKSE, v_BKSE, self.shared(batch), batch.documents, keep)
         if batch.documents is not None:
             return attend(q_BNSE, k_BKSE, v_BKSE, batch.documents, self.varlen)
         return F.scaled_dot_product_attention(q_BNSE, k_BKSE, v_BKSE, is_causal=True,
@@ -246,25 +253,27 @@ class Context:
 
     def rotary(self, device: torch.device, whole: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines of rotary positions (Su et al. 2021), [S, E] each: pairs are (i, i + E/2). Of
-        this rank's tokens, or of all positions (`whole`)."""
-        key = device, whole or self.tokens[1] == 1
+        the tokens that it attends with, or of all positions (`whole`)."""
+        attended = self.places().attended
+        key = device, whole or attended.count == 1
         if key not in self._rotary:
-            runs = (range(self.model.seq_len),) if whole else self.places.own
-            angles = torch.outer(numbers(runs, torch.device("cpu")).double(),
+            (runs,) = ((range(self.model.seq_len),),) if whole else attended.own
+            angles = torch.outer(numbers((runs,), torch.device("cpu"))[0].double(),
                                  frequencies(self.model)).repeat(1, 2)
             self._rotary[key] = angles.cos().to(device, self.dtype), angles.sin().to(device, self.dtype)
         return self._rotary[key]
 
-    @property
-    def places(self) -> Places:
-        """Of this rank's tokens."""
+    def places(self, documents: Documents | None = None) -> Places:
+        """Of this rank's tokens, in sequences with these documents."""
         part = (self.group.rank(), self.group.size()) if self.sequence_parallel else (0, 1)
-        return Places(self.model.seq_len, *self.tokens, *part)
+        count, deals = self.tokens[1], ()
+        if documents is not None and self.order == "documents":
+            deals = tuple(by_documents(ends, count) for ends in documents.ends)
+        return Places(self.model.seq_len, *self.tokens, *part, self.by_heads, deals)
 
-    @property
-    def sequence(self) -> Shared:
+    def shared(self, batch: Batch) -> Shared:
         """The ranks with which this one shares each sequence."""
-        return Shared(self.groups["cp"], self.places)
+        return Shared(self.groups["cp"], self.places(batch.documents), self.fused.rectangle)
 
 
 def _core(context: Context, axis: str):

@@ -37,7 +37,7 @@ from threed.tensor.rectangles import near
 class Documents:
     """The documents of a micro-batch."""
 
-    positions_BS: torch.Tensor  # int64: of each token (of this rank) within its document
+    positions_BS: torch.Tensor  # int64: of each token of attention within its document
     ends: tuple[tuple[int, ...], ...]  # of each whole sequence: where its documents end; the last is S
 
     @classmethod

@@ -24,8 +24,9 @@ from threed.base.console import say
 from threed.base.errors import ThreedError
 from threed.devices import device_of
 from threed.tensor.fused_loss import Chunks, LossKernels
-from threed.tensor.places import Runs, numbers
+from threed.tensor.places import Rows, numbers
 from threed.tensor.random import keyed, mask_of
+from threed.tensor.rectangles import kernel
 
 Body = Callable[..., Any]
 
@@ -44,6 +45,8 @@ class Fused:
     def compile(self) -> bool:
         return self._compile and not (self._fallback and self._fallback.needed)
 
+    rectangle = staticmethod(kernel)  # of attention to the keys of other ranks
+
     def kernels(self, device: torch.device) -> LossKernels | None:
         """Those of the loss on a device; None where separate operations compute it, in chunks."""
         if not self.compile or not device_of(device).triton:
@@ -59,9 +62,9 @@ class Fused:
         return _Rotate.apply(x, cos, sin, self.body)  # pyright: ignore[reportReturnType]
 
     def drop(self, x: torch.Tensor, probability: float, key: tuple[int, str], samples: torch.Tensor,
-             runs: Runs) -> torch.Tensor:
-        """Dropout with `keep_mask`: [s, B, D], [B] -> [s, B, D]. `runs`: the places of the tokens."""
-        return _Drop.apply(x, probability, key, samples, runs, self.body)  # pyright: ignore[reportReturnType]
+             rows: Rows) -> torch.Tensor:
+        """Dropout with `keep_mask`: [s, B, D], [B] -> [s, B, D]. `rows`: the places of the tokens."""
+        return _Drop.apply(x, probability, key, samples, rows, self.body)  # pyright: ignore[reportReturnType]
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """x / sqrt(mean of x^2 + eps) * weight over the last dim, in fp32. [..., H], [H] -> [..., H]."""
@@ -152,7 +155,7 @@ def rotate_backward(grad: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) ->
 
 
 def _drop(x: torch.Tensor, probability: float, hashes: torch.Tensor, counters: torch.Tensor) -> torch.Tensor:
-    counters = counters.view(len(x), -1)
+    counters = counters.view(-1, len(x), x.shape[2])
     return x * mask_of(probability, hashes, counters).transpose(0, 1) / (1.0 - probability)
 
 
@@ -208,12 +211,12 @@ class _Rotate(torch.autograd.Function):
 class _Drop(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, probability: float, key: tuple[int, str], samples: torch.Tensor,
-                runs: Runs, body: Callable[[Body], Body]):
+                rows: Rows, body: Callable[[Body], Body]):
         width = x.shape[2]
 
         def drop(tensor: torch.Tensor) -> torch.Tensor:
             # The body gets no seed: it would be compiled for each. And nothing of its size is kept.
-            return body(_drop)(tensor, probability, keyed(key, samples), numbers(runs, samples.device, width))
+            return body(_drop)(tensor, probability, keyed(key, samples), numbers(rows, samples.device, width))
 
         ctx.drop = drop
         return drop(x)

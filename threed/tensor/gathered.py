@@ -14,22 +14,22 @@ from typing import Any
 import torch
 
 from threed.tensor.documents import Documents
-from threed.tensor.keys import Rectangles, of_all, of_each
+from threed.tensor.keys import Rectangles, Shared, of_all, of_each
 from threed.tensor.places import Places
 
 
-def attend_to_gathered(q: torch.Tensor, every: torch.Tensor, places: Places,
+def attend_to_gathered(q: torch.Tensor, every: torch.Tensor, shared: Shared,
                        documents: Documents | None) -> torch.Tensor:
     """Causal attention, inside documents where there are some: [B, N, s, E], keys and values of the ranks one
     after the other, [2 ranks, B, K, s, E] -> [B, N, s, E]. The gradient of `every` is in fp32."""
-    return _ToGathered.apply(q, every, places, documents)  # pyright: ignore[reportReturnType]
+    return _ToGathered.apply(q, every, shared, documents)  # pyright: ignore[reportReturnType]
 
 
 class _ToGathered(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, every: torch.Tensor, places: Places, documents: Documents | None):
-        ctx.places, ctx.work = places, Rectangles.of(q, every, places, documents)
-        out, kept = ctx.work.forward(q, _whole(every, places))
+    def forward(ctx: Any, q: torch.Tensor, every: torch.Tensor, shared: Shared, documents: Documents | None):
+        ctx.places, ctx.work = shared.places, Rectangles.of(q, every, shared, documents)
+        out, kept = ctx.work.forward(q, _whole(every, ctx.places))
         ctx.save_for_backward(q, every, out, *kept)
         return out
 

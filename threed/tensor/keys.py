@@ -3,8 +3,8 @@
     keys and values of this rank's tokens  --gathered over cp-->  of all tokens, in the order of the sequence
     each chunk of queries attends to the keys up to its own end: one softmax over all of them
 
-Backward gathers keys and values again, rather than keeping them. Their gradients are added up in fp32, also
-where they have 16 bits, and each rank gets the sum of its own.
+Backward gathers keys and values again, unless they are kept (activation.pieces). Their gradients are added up
+in fp32, also where they have 16 bits, and each rank gets the sum of its own.
 
 Shapes: B micro-batch, s the tokens of this rank, S those of the sequence, N query heads, K key and value
 heads, E head size.
@@ -12,14 +12,14 @@ heads, E head size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from threed.comm.group import Group
 from threed.tensor.documents import Documents
-from threed.tensor.places import Places, in_order, taken
+from threed.tensor.places import Places, in_order, runs_of, taken
 from threed.tensor.rectangles import Rectangle, kernel
 
 
@@ -28,6 +28,7 @@ class Shared(NamedTuple):
 
     group: Group
     places: Places
+    kernel: Callable[..., Rectangle] = kernel
 
     def gathered(self, *parts: torch.Tensor) -> torch.Tensor:
         """Tensors [B, K, s, E] of all ranks, [parts, B, K, S, E]."""
@@ -46,12 +47,12 @@ class Shared(NamedTuple):
 
 def of_all(every: torch.Tensor, places: Places) -> torch.Tensor:
     """The keys and values of each rank, [ranks, 2, B, K, s, E], as of all tokens, [2, B, K, S, E]."""
-    return in_order(every.unbind(), [*map(places.of, range(places.count))], 3)
+    return in_order(every.unbind(), places.deals, 3, 1)
 
 
 def of_each(whole: torch.Tensor, places: Places) -> torch.Tensor:
     """And back."""
-    return torch.stack([taken(whole, runs, 3) for runs in map(places.of, range(places.count))])
+    return torch.stack([taken(whole, rows, 3, 1) for rows in zip(*places.deals, strict=True)])
 
 
 class _Block(NamedTuple):
@@ -71,12 +72,13 @@ class _Block(NamedTuple):
 def _blocks(places: Places, documents: Documents | None, most: int | None) -> Iterator[_Block]:
     """All queries of this rank, at most so many at a time."""
     if documents is None or documents.whole:
-        spans = [(slice(None), 0, places.length)]
+        spans = [(slice(None), 0, places.length)]  # all have the same deal
     else:
         spans = [(slice(index, index + 1), first, stop) for index, first, stop in documents.runs()]
+    own = places.own
     for sequences, first, stop in spans:
         at = 0
-        for run in places.own:
+        for run in runs_of(own, sequences.start or 0):
             begin, end = max(first, run.start), min(stop, run.stop)
             for row in range(begin, end, most or max(1, end - begin)):
                 last = min(end, row + most) if most else end
@@ -86,27 +88,30 @@ def _blocks(places: Places, documents: Documents | None, most: int | None) -> It
 
 
 def attend_to_all(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shared: Shared,
-                  documents: Documents | None) -> torch.Tensor:
+                  documents: Documents | None, keep: bool = False) -> torch.Tensor:
     """Causal attention, inside documents where there are some: [B, N, s, E], twice [B, K, s, E] -> [B, N, s,
-    E]."""
-    return _ToAll.apply(q, k, v, shared, documents)  # pyright: ignore[reportReturnType]
+    E]. `keep`: keys and values of all tokens, until backward."""
+    return _ToAll.apply(q, k, v, shared, documents, keep)  # pyright: ignore[reportReturnType]
 
 
 class _ToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shared: Shared,
-                documents: Documents | None):
-        ctx.shared, ctx.work = shared, Rectangles.of(q, k, shared.places, documents)
-        out, kept = ctx.work.forward(q, shared.gathered(k, v))
-        ctx.save_for_backward(q, k, v, out, *kept)
+                documents: Documents | None, keep: bool):
+        ctx.shared, ctx.work = shared, Rectangles.of(q, k, shared, documents)
+        whole = shared.gathered(k, v)
+        out, kept = ctx.work.forward(q, whole)
+        ctx.save_for_backward(q, k, v, out, whole if keep else None, *kept)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor):
-        q, k, v, out, *kept = ctx.saved_tensors
-        of_q, sums = ctx.work.backward(grads[0], q, ctx.shared.gathered(k, v), out, kept)
+        q, k, v, out, whole, *kept = ctx.saved_tensors
+        whole = ctx.shared.gathered(k, v) if whole is None else whole
+        of_q, sums = ctx.work.backward(grads[0], q, whole, out, kept)
+        del whole
         of_k, of_v = ctx.shared.summed(sums)
-        return of_q, of_k.to(k.dtype), of_v.to(v.dtype), None, None
+        return of_q, of_k.to(k.dtype), of_v.to(v.dtype), None, None, None
 
 
 class Rectangles(NamedTuple):
@@ -116,10 +121,10 @@ class Rectangles(NamedTuple):
     blocks: list[_Block]
 
     @classmethod
-    def of(cls, q: torch.Tensor, k: torch.Tensor, places: Places, documents: Documents | None) -> Rectangles:
+    def of(cls, q: torch.Tensor, k: torch.Tensor, shared: Shared, documents: Documents | None) -> Rectangles:
         """`k`: keys of any tokens, [..., K, any, E]."""
-        use = kernel(q.device, q.dtype, q.shape[3], q.shape[1] > k.shape[-3])
-        return cls(use, [*_blocks(places, documents, use.rows)])
+        use = shared.kernel(q.device, q.dtype, q.shape[3], q.shape[1] > k.shape[-3])
+        return cls(use, [*_blocks(shared.places, documents, use.rows)])
 
     def forward(self, q: torch.Tensor, whole: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """[B, N, s, E], keys and values [2, B, K, S, E] -> the output [B, N, s, E], what backward needs."""

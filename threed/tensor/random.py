@@ -124,11 +124,11 @@ def _strip(parameter: Parameter, whole: tuple[int, ...], rows: tuple[int, int], 
 
 def keep_mask(probability: float, key: tuple[int, str], samples: torch.Tensor,
               counters: torch.Tensor) -> torch.Tensor:
-    """The dropout mask [B, *counters.shape], True where an element is kept: the same on every mesh.
+    """The dropout mask [B, ...], True where an element is kept: the same on every mesh.
 
     `key` is (seed, site), `samples` the global sample numbers [B], `counters` the global number of each
-    element within its sample at this site. Each decision is a hash of the four (the mixing steps are those of
-    splitmix64).
+    element within its sample at this site, [B, ...], or [1, ...] where all samples have the same. Each
+    decision is a hash of the four (the mixing steps are those of splitmix64).
     """
     return mask_of(probability, keyed(key, samples), counters)
 
@@ -140,7 +140,7 @@ def keyed(key: tuple[int, str], samples: torch.Tensor) -> torch.Tensor:
 
 def mask_of(probability: float, hashes: torch.Tensor, counters: torch.Tensor) -> torch.Tensor:
     """`keep_mask`, from the hashes of `keyed`."""
-    mixed = _mix(hashes.view(-1, *([1] * counters.dim())) + counters)
+    mixed = _mix(hashes.view(-1, *([1] * (counters.dim() - 1))) + counters)
     return (mixed >> 11 & ((1 << 24) - 1)) >= int(probability * (1 << 24))
 
 

@@ -95,6 +95,21 @@ def _host_backward(grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torc
 HOST = Rectangle(_host, _host_backward, 256)
 
 
+# ---- the same without a mask: shapes of a kernel that needs none
+
+def _unmasked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, Kept]:
+    out, log_sum = _ops._scaled_dot_product_flash_attention_for_cpu(q, k, v)
+    return out, (log_sum,)
+
+
+def _unmasked_backward(grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+                       out: torch.Tensor, kept: Kept) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return _ops._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, kept[0], 0.0, False)
+
+
+SHAPES = Rectangle(_unmasked, _unmasked_backward)
+
+
 # ---- flash attention, which is aligned at the lower right: tensors are [B, S, heads, E]
 
 

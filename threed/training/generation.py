@@ -24,7 +24,6 @@ from threed.base.mesh import axes_of
 from threed.data.sampling import Sampling
 from threed.engine.engine import Engine
 from threed.tensor.context import Batch
-from threed.tensor.places import Places
 
 
 def choose(logits_V: torch.Tensor, how: Sampling, prompt: int, place: int) -> int:
@@ -63,7 +62,7 @@ class TextWriter:
         self._engine, self._vocab, self._ends = engine, vocab, ends
         table, here = engine.plan.table, engine.comm.here
         self._chooses = here.position == table.position(table.last) and here.is_first(axes_of("parameters"))
-        self._places = Places(engine.config.model.seq_len, *engine.comm.mesh.tokens_of(here))
+        self._places = engine.places()  # of a text, which has no documents
 
     def write(self, prompts: Sequence[Sequence[int]], how: Sampling,
               stop: Callable[[], bool] = lambda: False) -> list[Text]:

@@ -22,6 +22,10 @@ _DTYPES = {"fp32": "fp32", "float32": "fp32", "torch.float32": "fp32", "fp16": "
            "torch.float16": "fp16", "bf16": "bf16", "bfloat16": "bf16", "torch.bfloat16": "bf16"}
 
 
+def ulysses(value: Any, _: Given) -> Any:
+    return {"parallel.cp": value, "parallel.cp_form": "heads"}
+
+
 def dtype_of(given: Given) -> str:
     both = [name for name, keys in (("fp16", ("fp16.enabled",)),
                                     ("bf16", ("bf16.enabled", "bfloat16.enabled")))
@@ -346,7 +350,7 @@ ROWS = (
       for name in ("tensor_parallel.preset_model", "tensor_parallel.partition_config*",
                    "injection_policy*", "tp_grain_size", "keep_module_on_host", "kernel_inject",
                    "replace_with_kernel_inject")),
-    Key("sequence_parallel_size", "parallel.cp (which gathers keys and values)", None, (1,)),
+    Key("sequence_parallel_size", "parallel.cp (with parallel.cp_form=heads)", ulysses, (1,)),
     # What is logged
     Key("steps_per_print", "monitor.console_every", _whole),
     Key("wall_clock_breakdown", NO_KEY + "steps are always timed (monitor.trace_every): threed compare RUN"),

@@ -30,7 +30,7 @@ ROWS = (
     Key("sequence_parallel", "parallel.sequence_parallel=true", take.sequence_parallel),
     Key("no_scatter_gather_tensors_in_pipeline", "parallel.split_messages=off"),
     Key("context_parallel_size", "parallel.cp", None, (1,)),
-    Key("cp_comm_type", NO_KEY + "parallel.cp gathers keys and values", take.gathered_keys),
+    Key("cp_comm_type", "parallel.cp_form", take.cp_form),
     Key("hierarchical_context_parallel_sizes",
         NOTHING + "keys and values are gathered over all of parallel.cp"),
     *(Key(name, NOTHING + "parallel.cp is the same for all sequences")

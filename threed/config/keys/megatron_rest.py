@@ -4,6 +4,7 @@ sentence says what becomes of the option's effect."""
 from __future__ import annotations
 
 from threed.config.keys import megatron_values as take
+from threed.config.keys.deepspeed import ulysses
 from threed.config.keys.table import NO_KEY, NOTHING, Key
 
 _ONE = (1,)
@@ -98,7 +99,7 @@ WITHOUT_VALUE = (
     Key("exit_interval", NOTHING + "run.stop_after ends a job by its time, train.steps a run",
         take.exit_interval),
     Key("dataloader_type", NO_KEY + "each source is shuffled by train.seed", take.one_order),
-    Key("ds_sequence_parallel_size", "parallel.cp (which gathers keys and values)", None, (1,)),
+    Key("ds_sequence_parallel_size", "parallel.cp (with parallel.cp_form=heads)", ulysses, (1,)),
     *(Key(name, NO_KEY + what) for what, names in _ALWAYS for name in names.split()),
     *(Key(name, NOTHING + f"threed has no {what}") for what, names in _MISSING for name in names.split()),
 )

@@ -63,11 +63,14 @@ def dp(_: Any, given: Given) -> Any:
     return {"parallel.dp": world // others}
 
 
-def gathered_keys(value: Any, _: Given) -> Any:
-    """Of --cp-comm-type, a name or one for each layer: how keys travel changes no number."""
+def cp_form(value: Any, given: Given) -> Any:
+    """Of --cp-comm-type, a name or one for each layer: how attention reaches whole sequences changes no
+    number."""
     names = value if isinstance(value, list) else [value]
     if "a2a+p2p" in names:
         raise Refused("a2a+p2p: parallel.cp is one group of ranks, and has no groups in groups")
+    if {*names} == {"a2a"} and given.get("context_parallel_size", 1) > 1:
+        return {"parallel.cp_form": "heads"}
     others = sorted({str(name) for name in names} - {"all_gather"})
     instead = f", and not sent by {' or '.join(others)}" if others else ""
     raise Dropped(f"keys and values are gathered{instead}, to the same numbers")

@@ -10,6 +10,7 @@ import torch
 from threed.devices import device_of
 from threed.program.instruction import Instruction, Op
 from threed.tensor.context import Batch
+from threed.tensor.documents import Documents
 from threed.tensor.places import Places
 
 READERS = (Op.FORWARD, Op.RECOMPUTE)
@@ -19,8 +20,8 @@ class Feed:
     """Hands out the micro-batches of the program under way, and forgets each after its last reader. The host
     reads the next one while a GPU computes with this one."""
 
-    def __init__(self, device: torch.device, places: Places | None = None):
-        """`places`: of this rank's tokens; None: it has whole sequences."""
+    def __init__(self, device: torch.device, places: Callable[[Documents | None], Places] | None = None):
+        """`places`: documents of sequences -> the places of this rank's tokens; None: it has all."""
         self.device, self.places = device, places
         self.read: Callable[[int], Batch] = _nothing  # micro-batch -> its data on the host
         self._here: dict[int, Batch] = {}
@@ -53,7 +54,8 @@ class Feed:
 
     def _own(self, batch: Batch) -> Batch:
         """What this rank has of it."""
-        return batch if self.places is None or self.places.count == 1 else batch.at(self.places)
+        places = self.places(batch.documents) if self.places is not None else None
+        return batch if places is None or places.count == 1 else batch.at(places)
 
 
 def _nothing(microbatch: int) -> Batch:

@@ -378,7 +378,7 @@ class PipelineRun:
 def streams(config: Config, table: Table, context: Context) -> Callable[[int], PackedStream]:
     """Unit -> what it hands to the next unit."""
     layers, share = layers_of(config), share_of(config)
-    whole = Whole((context.places.size, config.train.micro_batch_size, config.model.hidden), context.dtype)
+    whole = Whole((context.places().size, config.train.micro_batch_size, config.model.hidden), context.dtype)
 
     @cache
     def stream(unit: int) -> PackedStream:

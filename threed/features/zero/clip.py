@@ -6,6 +6,7 @@ computes gradients. Who reads a number that has not arrived waits for CLIP, and 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -107,10 +108,17 @@ def _decide(sums: torch.Tensor, limits: Limits) -> _Row:
     # nothing counts, the loss and all gradients are zeros: it is divided by anything.
     counted = torch.where(counting != 0, count / limits.tokens, one)
     share = torch.where(counted == 0, one, counted)
-    loss, norm = summed / share, squared.sqrt() / limits.loss_scale / share
+    loss, norm = summed / share, _root(squared) / limits.loss_scale / share
     scale = one
     if limits.clip_grad > 0:
         scale = (limits.clip_grad * one / (norm + 1e-6)).clamp(max=1.0)
     finite = (found == 0) & norm.isfinite() & loss.isfinite() & (share > 0)
     return _Row(loss, norm, scale / limits.loss_scale / share, finite.double(), tokens, counting, count,
                 penalties, penalty / share)
+
+
+def _root(squared: torch.Tensor) -> torch.Tensor:
+    """The square root. On a CPU torch's is not always the nearest number."""
+    if device_of(squared.device).asynchronous:
+        return squared.sqrt()
+    return torch.full_like(squared, math.sqrt(squared) if squared >= 0 else math.nan)

@@ -1,0 +1,179 @@
+"""Units: what a layout's compute units and parameter units take on one kind of machine, by a plan of few
+layers with units of all kinds, on one position.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from threed.base.mesh import axes_of
+from threed.layout_search.cuts import Cuts
+from threed.layout_search.layout import Layout, config_of
+from threed.layout_search.short_plan import as_priced, short_plan
+from threed.planner.facts import make_mesh, make_table
+from threed.planner.unit_kinds import TIED
+from threed.prediction.analytic import cost
+from threed.prediction.hardware import Hardware, places
+from threed.prediction.peak import temporaries_of
+from threed.program.analysis import Analysis
+from threed.program.effects import effects
+from threed.program.instruction import BACKWARDS, Instruction, Op, Slot, SlotKind, Tier
+from threed.program.plan import Plan
+from threed.program.summary import activations, unit_bytes
+from threed.program.table import Table
+from threed.schema import Config
+
+
+class UnitPrice(NamedTuple):
+    """Of a compute unit, or of a stage, and a micro-batch."""
+
+    forward: float  # seconds
+    backward: float  # seconds
+    again: float  # seconds of forward, computed again (a position may do this while it waits for a gradient)
+    weight: float  # seconds of the half of backward that computes gradients of weights
+    saved: int  # bytes from forward to backward
+
+
+class UnitBytes(NamedTuple):
+    """Of a parameter unit, on the device."""
+
+    fixed: int  # all the time
+    gathered: int  # of its weights, where they come and go
+    gradient: int  # of its whole gradient, where that comes and goes
+
+
+class Units(Cuts):
+    """Of layouts of one config on one kind of machine."""
+
+    def __init__(self, config: Config, hardware: Hardware):
+        super().__init__(as_priced(config, hardware))
+        self.hardware = hardware
+
+    def busy(self, layout: Layout) -> list[float]:
+        """Seconds by position in which it computes a micro-batch."""
+        busy = [0.0] * layout.pp
+        for (position, _), stage in zip(self.placed(layout), self.stage_prices(layout), strict=True):
+            busy[position] += stage.forward + stage.again + stage.backward
+        return busy
+
+    def stage_prices(self, layout: Layout) -> list[UnitPrice]:
+        def add_up() -> list[UnitPrice]:
+            units = self.prices(layout)
+            return [UnitPrice(*map(sum, zip(*units[stage], strict=True))) for _, stage in self.placed(layout)]
+
+        return self.once(("stage prices", *self._priced_by(layout), len(layout.place)), add_up)
+
+    def prices(self, layout: Layout) -> Sequence[UnitPrice]:
+        """Of each unit. The loss is not computed again: its backward may follow at once."""
+        return self.once(("prices", *self._priced_by(layout)), lambda: self._priced(layout))
+
+    def _priced_by(self, layout: Layout) -> tuple[object, ...]:
+        """On what the prices of its units depend."""
+        where = self.once(("places", layout.of_mesh()), lambda: self._places(layout))
+        return layout.of_units(), where, layout.budgeted
+
+    def _priced(self, layout: Layout) -> list[UnitPrice]:
+        short = self._short(layout.of_units())
+        table = self._all_units(short.table, layout)
+        seconds = cost(Plan(table, {}, config_of(layout, self.config)), self.hardware)
+        saved = self._saved(short, layout.budgeted)
+
+        def of(unit: int, kind: int) -> UnitPrice:
+            forward, backward, weight, again = (seconds(0, Instruction(op, unit, 0)) for op in (
+                Op.FORWARD, Op.BACKWARD, Op.BACKWARD_WEIGHT, Op.RECOMPUTE))
+            repeated = table.units[unit].recompute and unit != table.last
+            return UnitPrice(forward, backward, again * repeated, weight, saved[kind])
+
+        kinds = self.few(layout).units
+        known = {kind: of(kinds.index(kind), kind) for kind in {*kinds}}
+        return [known[kind] for kind in kinds]
+
+    def _saved(self, short: Analysis, budgeted: bool) -> Counter[int]:
+        return Counter() if budgeted else saved_by(short)
+
+    def _all_units(self, few: Table, layout: Layout) -> Table:
+        """The units of a layout's model, from a table of all of their kinds."""
+        return replace(few, units=tuple(few.units[kind] for kind in self.few(layout).units))
+
+    def reductions(self, layout: Layout) -> Sequence[float]:
+        """Seconds that a reduction of each unit's gradients takes, over its shard group. (A tied embedding's
+        is the first unit's.)"""
+        def price() -> list[float]:
+            table = self._table(layout)
+            seconds = cost(Plan(table, {}, config_of(layout, self.config)), self.hardware)
+            each = {p: seconds(0, Instruction(Op.REDUCE, p, group=held.shard_group))
+                    for p, held in table.parameters.items() if held.trains and table.shards.reductions(p)}
+            taken = set[object]()
+            result = []
+            for names in self._parameters(table, layout.of_parameters()):
+                result.append(sum(each.get(p, 0.0) for name, p in names.items() if name not in taken))
+                taken.update(names)
+            return result
+
+        return self.once(("reduced", layout.of_reductions()), price)
+
+    def _places(self, layout: Layout) -> object:
+        """How the groups lie in which ranks cut parameters, or tokens."""
+        where = places(make_mesh(config_of(layout, self.config)), self.hardware.node_ranks)
+        return tuple([(axis, *vars(where[axis]).values())
+                      for axis in (*axes_of("tokens"), *axes_of("parameters"))])
+
+    def _table(self, layout: Layout) -> Table:
+        """Of all kinds of units, on one position."""
+        alone = layout.of_parameters()
+        return self.once(("table", alone), lambda: make_table(self.fewest(alone), (0,)))
+
+    def _parameters(self, few: Table, layout: Layout) -> Iterator[dict[object, int]]:
+        """Of each unit, its parameter units: a name of its own -> the number in a table of all kinds. The
+        tied embedding has one name in all units."""
+        for unit, kind in enumerate(self.few(layout).units):
+            yield {p if few.parameters[p].kind == TIED else (unit, p): p for p in few.units[kind].parameters}
+
+    def temporaries(self, layout: Layout, budgeted: bool, op: Op) -> list[int]:
+        """Of each unit: bytes that its backward holds, beside what its forward has saved."""
+        analysis = self._short(layout)
+        table, [program] = analysis.table, analysis.plan.programs["train"]
+        if op == Op.BACKWARD_INPUT:
+            program = tuple(half for item in program for half in (
+                [item._replace(op=each) for each in BACKWARDS[1:]] if item.op == Op.BACKWARD else [item]))
+        held = temporaries_of(replace(analysis.plan, programs={"train": [program]}))
+        of = {item.unit: held(item) for item in program if item.op == op}
+        saved = self._saved(analysis, budgeted)
+        # What it reads is there again by then, if forward has not left it.
+        return [of.get(kind, 0) + max(0, table.size(Slot(SlotKind.SAVED, kind)) - saved[kind])
+                for kind in self.few(layout).units]
+
+    def _short(self, units: Layout) -> Analysis:
+        """The plan of one micro-batch on one position, with units of all kinds."""
+        return self.once(("short", units), lambda: short_plan(self.fewest(units), 1))
+
+    def parameter_bytes(self, layout: Layout) -> list[dict[object, UnitBytes]]:
+        """Of each compute unit, by parameter unit."""
+        table = self._table(layout)
+        bytes_of = {p: _unit_bytes(table, p) for p in table.parameters}
+        return [{name: bytes_of[p] for name, p in names.items()} for names in self._parameters(table, layout)]
+
+
+def saved_by(analysis: Analysis) -> Counter[int]:
+    """Compute unit -> bytes on the device when the first backward begins."""
+    table, alive = analysis.table, set[Slot]()
+    for item in analysis.plan.programs["train"][0]:
+        if item.op in (*BACKWARDS, Op.RECOMPUTE):
+            break
+        seen = effects(item, table, 0)
+        alive.update(seen.writes, seen.adds)
+        alive.difference_update(seen.frees)
+    kinds = activations(table)
+    return Counter({unit: sum(table.size(slot) for slot in alive if slot.unit == unit and slot.kind in kinds
+                              and slot.tier == Tier.DEVICE) for unit in range(len(table.units))})
+
+
+def _unit_bytes(table: Table, p: int) -> UnitBytes:
+    held = table.parameters[p]
+    comes = held.trains and not table.shards.in_place(p)
+    gathered = table.shards.is_cut(p) and not held.whole
+    return UnitBytes(unit_bytes(table, p), table.size(Slot(SlotKind.PARAM, p)) if gathered else 0,
+                     table.size(Slot(SlotKind.WEIGHT_GRAD, p)) if comes else 0)

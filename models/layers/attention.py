@@ -221,13 +221,15 @@ class Attention(Part):
 
     def _core(self, qkv_SBKgE: torch.Tensor, batch: Batch, *scales: torch.Tensor) -> torch.Tensor:
         # `split` has one backward for all parts, where a slice of each would have one each, and their sum.
-        return self._of_parts(*qkv_SBKgE.split(self.runs, -2), batch, *scales)
+        q, k, v = qkv_SBKgE.split(self.runs, -2)
+        return self._of_parts(q, k, v, batch, *scales)
 
     def _of_parts(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch,
                   *scales: torch.Tensor) -> torch.Tensor:
         """Queries [S, B, K, G, E], keys and values [S, B, K, 1, E], weights of two norms [E] -> [S, B, K, G,
         E]."""
-        x_BNSE = self._attend(*self.heads(q, k, v, batch, *scales), batch)
+        q_BNSE, k_BKSE, v_BKSE = self.heads(q, k, v, batch, *scales)
+        x_BNSE = self._attend(q_BNSE, k_BKSE, v_BKSE, batch)
         return x_BNSE.permute(2, 0, 1, 3).unflatten(2, q.shape[2:4])
 
     def heads(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch,

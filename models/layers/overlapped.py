@@ -132,7 +132,8 @@ class Projection(Attention):
 
     def _parts(self, qkv_SBKgE: torch.Tensor, batch: Batch,
                *scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        q, k, v = self.heads(*qkv_SBKgE.split(self.runs, -2), batch, *scales)
+        q, k, v = qkv_SBKgE.split(self.runs, -2)
+        q, k, v = self.heads(q, k, v, batch, *scales)
         own = q.untyped_storage().nbytes() == q.nbytes  # else it is a view of what would be kept for it
         return q if own else q.contiguous(), torch.stack((k, v))
 

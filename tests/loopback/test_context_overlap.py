@@ -16,7 +16,6 @@ from tests.loopback import test_transient as transients
 from tests.loopback.test_context import (
     DOCUMENTS,
     DP,
-    KEPT as KEYS_KEPT,
     LLAMA,
     PP,
     SMALL,
@@ -329,8 +328,9 @@ def test_bad_input(overrides, said):
     ([OVERLAP], "with parallel.cp_overlap=true what backward needs is gathered again, ahead"),
     (["parallel.cp_form=heads"], "with parallel.cp_form=heads no keys are gathered"), ([], "")])
 def test_no_gathered_keys_to_keep(overrides, said):
-    lines = [line for line in warnings(with_cp(2, *KEYS_KEPT, *overrides)) if "keys does nothing here" in line]
-    assert [line.partition("here: ")[2] for line in lines] == [said] * bool(said)
+    config = with_cp(2, "activation.policy=selective", "activation.pieces=[attention,keys]", *overrides)
+    found = [line.partition("here: ")[2] for line in warnings(config) if "keys does nothing here" in line]
+    assert found == [said] * bool(said)
 
 
 def test_other_layers_may_be_tiled():

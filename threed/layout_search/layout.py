@@ -8,7 +8,7 @@ setting that is new is a field here and values there (tests/test_layers.py).
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -28,6 +28,12 @@ KEYS = {
     "tile_linears": "model.tile_linears", "reduce_dtype": "precision.reduce_dtype", "ep": "parallel.ep",
     "pair": "parallel.pair", "cp": "parallel.cp", "cp_form": "parallel.cp_form",
 }
+
+
+def without_cp(fixed: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The same fields, of layouts in which each rank has all tokens of its sequences; None where parallel.cp
+    is among them."""
+    return None if "cp" in fixed else {**fixed, "cp": 1, "cp_form": "keys"}
 
 
 def sends_often(zero: Layout | ZeroConfig) -> bool:

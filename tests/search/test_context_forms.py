@@ -66,3 +66,15 @@ def test_short_plans_are_right(layout, form):
     assert short[form].peak_bytes() == fullest(peaks(analysis, H100)).total
     bounds = Bounds(base(), H100)
     assert bounds.step_s(layout._replace(cp_form=form)) <= 1.001 * short[form].free_s()
+
+
+@pytest.mark.parametrize("fixed, said", [
+    ([], "without parallel.cp: "), (["parallel.cp_form=heads"], "without parallel.cp: "),
+    (["parallel.tp=1"], "without parallel.cp no layout can run"),  # more ranks than sequences
+    (["parallel.cp=2"], ""), (["model.seq_len=8192"], "")])
+def test_what_there_is_without(fixed, said):
+    found = threed.search("configs/llama3-8b.yaml", 8, [
+        "model.layers=2", "model.seq_len=65536", "train.global_batch_size=4", "parallel.pp=1", *fixed],
+        "h100-sxm")
+    assert found["without_cp"].startswith(said) and bool(found["without_cp"]) == bool(said)
+    assert ("parallel.cp" in found["layouts"][0]["changes"]) == (fixed != ["model.seq_len=8192"])

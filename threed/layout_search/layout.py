@@ -8,7 +8,7 @@ setting that is new is a field here and values there (tests/test_layers.py).
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -29,6 +29,12 @@ KEYS = {
     "pair": "parallel.pair", "cp": "parallel.cp", "cp_form": "parallel.cp_form",
     "cp_overlap": "parallel.cp_overlap",
 }
+
+
+def without_cp(fixed: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The same fields, of layouts in which each rank has all tokens of its sequences; None where parallel.cp
+    is among them."""
+    return None if "cp" in fixed else {**fixed, "cp": 1, "cp_form": "keys"}
 
 
 def sends_often(zero: Layout | ZeroConfig) -> bool:

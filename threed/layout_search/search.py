@@ -16,7 +16,7 @@ from threed.base.texttable import wrapped
 from threed.config.load import checked
 from threed.layout_search.best_first import TRIES, Search, SearchResult, making_plans
 from threed.layout_search.helps import helps
-from threed.layout_search.layout import Layout
+from threed.layout_search.layout import Layout, without_cp
 from threed.layout_search.request import Question, ask, write
 from threed.layout_search.short_plan import ShortPlans
 from threed.layout_search.space import NO_MEMORY, in_full
@@ -69,6 +69,7 @@ class Ranking:
     seconds: float
     planned_seconds: float
     dropped: dict[str, int]  # reason -> layouts
+    without_cp: str  # what there is with whole sequences on each rank, where the best has parts of them
     layouts: list[RankedLayout]
 
     def document(self) -> dict[str, Any]:
@@ -114,9 +115,29 @@ def ranked(path: str | Path, devices: int, overrides: list[str] | None = None, h
         rows = _planned(asked, searched, result, progress)
     if not rows:
         raise InputError(_nothing(result, devices, limit, room))
+    planned_s = time.monotonic() - begin
     return Ranking(str(path), devices, machine.title, room, limit, asked.fixed, rounding, result.considered,
-                   len(result.timed), result.seconds, time.monotonic() - begin,
-                   dict(result.dropped.most_common()), rows)
+                   len(result.timed), result.seconds, planned_s, dict(result.dropped.most_common()),
+                   _without_cp(asked, searched, rows, devices, progress), rows)
+
+
+def _without_cp(asked: Question, searched: Search, rows: list[RankedLayout], devices: int,
+                progress: Progress) -> str:
+    """What there is without context parallelism; empty where the best layout has none, or it is asked for."""
+    fixed = without_cp(asked.fixed)
+    if rows[0].changes.get("parallel.cp", 1) == 1 or fixed is None:
+        return ""
+    progress("the same without parallel.cp")
+    search = Search(asked.base, searched.hardware, searched.memory, 1, searched.rounding)
+    result = search.run(devices, fixed, progress)
+    if result.timed:
+        best = result.timed[0]
+        return (f"without parallel.cp: {_show_step(best.step_s)}, {best.layout.text()}; "
+                f"{result.dropped[NO_MEMORY]} layouts do not fit")
+    if result.nearest is None:
+        return "without parallel.cp no layout can run"
+    size, layout = result.nearest
+    return f"without parallel.cp nothing fits: the nearest, {layout.text()}, needs {show_bytes(size)}"
 
 
 def _planned(asked: Question, searched: Search, result: SearchResult,
@@ -214,6 +235,7 @@ def show(ranking: Ranking, top: int = 10, columns: int | None = None) -> str:
              f"{many(len(ranking.layouts), 'idea')} planned in full in {ranking.planned_seconds:.1f} s"]
     lines += ["gradients sent in 16 bits are rounded: they change a run's numbers"] * ranking.rounding
     lines += [f"{count:8d} dropped: {reason}" for reason, count in ranking.dropped.items()]
+    lines += [wrapped(ranking.without_cp, columns)] if ranking.without_cp else []
     lines += ["", "".join(text.rjust(11) for text in ("step", "tokens/s", "MFU", "memory", "bubble",
                                                       "exposed")) + "  layout"]
     for row in ranking.layouts[:top]:

@@ -70,6 +70,7 @@ def test_short_plans_are_right(layout, form):
 
 @pytest.mark.parametrize("fixed, said", [
     ([], "without parallel.cp: "), (["parallel.cp_form=heads"], "without parallel.cp: "),
+    (["parallel.cp_overlap=true"], "without parallel.cp: "),
     (["parallel.tp=1"], "without parallel.cp no layout can run"),  # more ranks than sequences
     (["parallel.cp=2"], ""), (["model.seq_len=8192"], "")])
 def test_what_there_is_without(fixed, said):

@@ -38,7 +38,7 @@ def peer(attention: type[Peer]):
         module = DistributedDataParallel(Gpt(config, comm, context), gradient_as_bucket_view=True)
         step = stepper(config, module, adamw(config, module), lambda last: contextlib.nullcontext() if last
                        else module.no_sync())
-        return lambda data: step([batch.at(context.places) for batch in data])
+        return lambda data: step([batch.at(context.places()) for batch in data])
 
     return make
 
@@ -81,7 +81,7 @@ class GatheredKeys(Peer):
     def over_ranks(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         k, v = _Gathered.apply(k, v)
         parts = []
-        for part, run in zip(q.chunk(2, 2), self.places.own):
+        for part, run in zip(q.chunk(2, 2), self.places().own[0]):
             seen = torch.ones(len(run), run.stop, dtype=torch.bool).tril(run.start)
             parts.append(F.scaled_dot_product_attention(part, k[:, :, :run.stop], v[:, :, :run.stop], seen))
         return torch.cat(parts, 2)

@@ -50,6 +50,20 @@ def test_smallest(name, tmp_path):
     assert run(name, SMALLEST[name].format(folder=tmp_path), tmp_path).strip()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name, title", [("peers.context", "Beside plain torch"),
+                                         ("peers.sleeping_keys", "Overlap")])
+def test_benches_of_one_file(name, title, tmp_path):
+    """Each writes its own section of it, and the others stay."""
+    file = tmp_path / "context.md"
+    file.write_text(f"# All\n\n## Before\n\nstays\n\n## {title}\n\nold\n\n## Behind\n\nstays\n")
+    run(name, f"{SMALLEST[name]} --markdown {file}", tmp_path)
+    _, *sections = file.read_text().split("\n## ")
+    assert [text.partition("\n")[0] for text in sections] == ["Before", title, "Behind"]
+    assert f"python -m bench.{name} " in sections[1] and "old" not in sections[1]
+    assert [text.partition("\n")[2].strip() for text in sections[::2]] == ["stays", "stays"]
+
+
 def test_experts_that_sleep(tmp_path):
     """Each schedule that has pairs is there without and with them, and the targets stand below."""
     options = "--sleep --p 2 --m 4 --times 1 1 1 --repeat 1 --schedule 1f1b dualpipe-v"

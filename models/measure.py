@@ -153,11 +153,12 @@ class Measured:
         length = share.length(model.seq_len)
         self.x = (torch.randn(2, length, share.sequences) if running else torch.randn(stream, dtype=dtype))
         hands = handing(layer)
-        self.reads = {name: torch.zeros(hands.shapes.get(name, stream),
-                                        dtype=getattr(torch, hands.without_grad[name]))
+        shapes = {name: hands.shapes.get(name, stream) for name in hands.reads}
+        shapes = {name: shape(share) if callable(shape) else shape for name, shape in shapes.items()}
+        self.reads = {name: torch.zeros(shape, dtype=getattr(torch, hands.without_grad[name]))
                       if name in hands.without_grad else
-                      torch.randn(hands.shapes.get(name, stream), dtype=dtype, requires_grad=True)
-                      for name in hands.reads}
+                      torch.randn(shape, dtype=dtype, requires_grad=True)
+                      for name, shape in shapes.items()}
         tokens = torch.randint(0, model.vocab, (share.sequences, model.seq_len + 1))
         samples = torch.arange(share.sequences)
         count = torch.tensor(tokens.numel()) if share.masked else tokens.numel()

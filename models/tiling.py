@@ -20,6 +20,7 @@ from threed.base.quantity import BYTES, parse_bytes, show_bytes
 from threed.base.remember import remembered
 from threed.models.layers.base import Layer, Part
 from threed.models.layers.handing import handing, makes
+from threed.models.layers.overlapped import apart
 from threed.models.model import layers
 from threed.schema import Config
 from threed.spec.parameter import WHOLE, Parameter, Share, Tile
@@ -99,7 +100,8 @@ def share_of(config: Config) -> Share:
 
 def model_key(config: Config) -> object:
     """What the layers of a config, and how they are cut into units, depend on."""
-    return repr(config.model), repr(share_of(config)), config.parallel.layers_per_unit
+    parallel = config.parallel
+    return repr(config.model), repr(share_of(config)), parallel.layers_per_unit, parallel.cp_overlap
 
 
 def layers_of(config: Config) -> list[Layer]:
@@ -133,6 +135,12 @@ def cut_layers(config: Config) -> list[list[Layer]]:
 
 
 def _cut(config: Config) -> list[list[Layer]]:
+    parts = _tiles(config)
+    return [[part for tile in tiles for part in apart(tile)] for tiles in parts
+            ] if config.parallel.cp_overlap else parts
+
+
+def _tiles(config: Config) -> list[list[Layer]]:
     whole = layers(config.model)
     if config.model.tile_linears is None:
         return [[layer] for layer in whole]

@@ -99,7 +99,8 @@ SETTINGS: dict[str, dict[object, list[str]]] = {
     "experts": {"none": [], "one": EXPERTS, "ep": [*EXPERTS, "parallel.ep=2"],
                 "pair": [*EXPERTS, "parallel.ep=2", "parallel.pair=true"]},
     "context": {"none": [], "keys": ["parallel.cp=2"],  # and half as many ranks of dp
-                "heads": ["parallel.cp=2", "parallel.cp_form=heads"]},
+                "heads": ["parallel.cp=2", "parallel.cp_form=heads"],
+                "overlap": ["parallel.cp=2", "parallel.cp_overlap=true"]},
 }
 # What these need on two positions; the others take 3, or 2 on the larger mesh of shard groups.
 MICROBATCHES = {"file": 2, **{name: row.least(2) for name, row in SCHEDULES.items() if row.least(2) > 3}}

@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> None:
     parser = parser_of(__doc__ or "", BASE, layers=2, hidden=256, heads=4, seq_len=4096, micro_batch=1,
                        repeat=9)
     args = parsed(parser, argv)
-    compare("Context parallelism", [case(args)], args, argv)
+    compare("Context parallelism", [case(args)], args, argv, "Beside plain torch")
 
 
 if __name__ == "__main__":

@@ -207,7 +207,7 @@ def measured(programs: Sequence[Program], ranks: Sequence[Ran]) -> Seconds:
     times: dict[tuple[int, Instruction], list[float]] = defaultdict(list)
     for position, ran in enumerate(ranks):
         for item, took in zip(programs[position], ran.seconds, strict=True):
-            if item.op in COMPUTE or item.op in (*MOVED, Op.EXCHANGE):
+            if item.op in (*COMPUTE, *MOVED) or item.of_slot:
                 times[position, item].append(took)
     return {key: mean(each) for key, each in times.items()}
 

@@ -117,7 +117,7 @@ class Planned:
         """The step, if all took what it is asked for, and messages nothing."""
         return self.simulated({(position, item): sum(self.sleeps(item))
                                for position, program in enumerate(self.plan.programs["train"])
-                               for item in program if item.op in COMPUTE or item.op == Op.EXCHANGE},
+                               for item in program if item.op in COMPUTE or item.of_slot},
                               transfer_s=0.0)
 
 

@@ -30,6 +30,7 @@ from bench.common import (
     machine,
     on_ranks,
     processors,
+    put_section,
     start_together,
 )
 from bench.peers.zero_peers import DEEPSPEED, DEEPSPEED_VERSION, Step
@@ -298,18 +299,23 @@ def parsed(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpa
     return args
 
 
-def compare(title: str, cases: Sequence[Case], args: argparse.Namespace, argv: Sequence[str]) -> None:
-    """Run the cases, print their tables, and write the files that were asked for."""
+def compare(title: str, cases: Sequence[Case], args: argparse.Namespace, argv: Sequence[str],
+            section: str = "") -> None:
+    """Run the cases, print their tables, and write the files that were asked for: the file of Markdown whole,
+    or a `section` of it."""
     begin, text, results = time.monotonic(), about(args, cases[0].config), []
     print(text, file=sys.stderr, flush=True)
     for case in cases:
         results.append(run(case, args, begin))
         print(report(results[-1]), flush=True)
     if args.markdown:
-        head = (f"# {title}\n\n`python -m bench.peers.{Path(sys.argv[0]).stem} {' '.join(argv)}`, "
-                f"{time.strftime('%Y-%m-%d')}. {text}.\nWhat the columns are is in "
-                f"[../README.md](../README.md).\n")
-        args.markdown.write_text(f"{head}\n" + "\n".join(map(report, results)))
+        written = (f"`python -m bench.peers.{Path(sys.argv[0]).stem} {' '.join(argv)}`, "
+                   f"{time.strftime('%Y-%m-%d')}. {text}.\nWhat the columns are is in "
+                   f"[../README.md](../README.md).\n\n") + "\n".join(map(report, results))
+        if section:
+            put_section(args.markdown, section, written)
+        else:
+            args.markdown.write_text(f"# {title}\n\n{written}")
     if args.json:
         args.json.write_text(json.dumps({"about": text, "results": [
             {"case": result.case.title, "others": result.others,

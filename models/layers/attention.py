@@ -193,43 +193,57 @@ class Attention(Part):
     def forward(self, x_sBD: torch.Tensor, batch: Batch,
                 qk_scales: torch.Tensor | None = None) -> torch.Tensor:
         """`qk_scales`: the weights of the norms, from the first tile, [2, E]."""
-        scales = () if not self.model.qk_norm else (
-            self.norms.weights() if self.norms is not None else tuple(qk_scales))  # pyright: ignore
-        context, runs = self.context, self._runs
+        scales, context = self.scales(qk_scales), self.context
         through = partial(context.saving.through, PIECE)
-        qkv_SBKgE = self.qkv(x_sBD).unflatten(-1, (-1, sum(runs), self.model.head_size))
+        qkv_SBKgE = self.projected(x_sBD)
         if not context.by_heads:
             return self.out(through(self._core, qkv_SBKgE, batch, *scales).flatten(2))
         # Exchanges are outside of the piece: what is computed again sends nothing again.
-        parts = context.to_heads(qkv_SBKgE, runs, context.shared(batch))
+        parts = context.to_heads(qkv_SBKgE, self.runs, context.shared(batch))
         del qkv_SBKgE
         x_SBKGE = through(self._of_parts, *parts, batch, *scales)
         return self.out(context.to_tokens(x_SBKGE, context.shared(batch)).flatten(2))
 
+    def scales(self, given: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+        """The weights of the norms of queries and of keys, if there are any. `given`: from the first tile."""
+        if not self.model.qk_norm:
+            return ()
+        return self.norms.weights() if self.norms is not None else tuple(given)  # pyright: ignore
+
+    def projected(self, x_sBD: torch.Tensor) -> torch.Tensor:
+        """Queries, keys and values of this rank's tokens, by key head, [S, B, K, G + 2, E]."""
+        return self.qkv(x_sBD).unflatten(-1, (-1, sum(self.runs), self.model.head_size))
+
     @property
-    def _runs(self) -> tuple[int, int, int]:
+    def runs(self) -> tuple[int, int, int]:
         """Queries, keys and values of a key head."""
         return self.model.heads // self.model.num_kv_heads, 1, 1
 
     def _core(self, qkv_SBKgE: torch.Tensor, batch: Batch, *scales: torch.Tensor) -> torch.Tensor:
         # `split` has one backward for all parts, where a slice of each would have one each, and their sum.
-        q, k, v = qkv_SBKgE.split(self._runs, -2)
+        q, k, v = qkv_SBKgE.split(self.runs, -2)
         return self._of_parts(q, k, v, batch, *scales)
 
     def _of_parts(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch,
                   *scales: torch.Tensor) -> torch.Tensor:
         """Queries [S, B, K, G, E], keys and values [S, B, K, 1, E], weights of two norms [E] -> [S, B, K, G,
         E]."""
-        model, shape = self.model, q.shape
-        q_BNSE, k_BKSE, v_BKSE = (part.reshape(*shape[:2], -1, model.head_size).permute(1, 2, 0, 3)
+        q_BNSE, k_BKSE, v_BKSE = self.heads(q, k, v, batch, *scales)
+        x_BNSE = self._attend(q_BNSE, k_BKSE, v_BKSE, batch)
+        return x_BNSE.permute(2, 0, 1, 3).unflatten(2, q.shape[2:4])
+
+    def heads(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch,
+              *scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The same -> queries [B, N, S, E], keys and values [B, K, S, E], normed and rotated."""
+        model = self.model
+        q_BNSE, k_BKSE, v_BKSE = (part.reshape(*part.shape[:2], -1, model.head_size).permute(1, 2, 0, 3)
                                   for part in (q, k, v))
         if scales:
             q_BNSE, k_BKSE = (self.context.rms_norm(part, scale, model.norm_eps)
                               for part, scale in zip((q_BNSE, k_BKSE), scales, strict=True))
         if model.position == "rotary":
             q_BNSE, k_BKSE = (self.context.rotate(each, batch) for each in (q_BNSE, k_BKSE))
-        x_BNSE = self._attend(q_BNSE, k_BKSE, v_BKSE, batch)
-        return x_BNSE.permute(2, 0, 1, 3).unflatten(2, shape[2:4])
+        return q_BNSE, k_BKSE, v_BKSE
 
     def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch) -> torch.Tensor:
         probability, queries = self.model.attention_dropout, self.model.heads // self.model.num_kv_heads
@@ -258,7 +272,6 @@ class Attention(Part):
         places, group = self.context.places(), self.context.group
         index = self.tile.index * group.size() + group.rank()
         return index * places.count + places.index if places.by_heads else index
-
 
 
 def _future(own: Sequence[Runs], q: torch.Tensor, seq: int) -> torch.Tensor:

@@ -50,8 +50,11 @@ class Block(Layer):
     def cut(self, limit: Limit) -> list[Layer]:
         return [layer for branch in self.branches for layer in limit.cut(branch)]
 
-    def forward(self, x_sBD: torch.Tensor, batch: Batch) -> torch.Tensor:
-        for branch in self.branches:
+    def forward(self, x_sBD: torch.Tensor, batch: Batch, **keys: torch.Tensor) -> torch.Tensor:
+        """`keys`: what the first branch attends to, where another unit has made it (layers/overlapped)."""
+        first, *others = self.branches
+        x_sBD = first(x_sBD, batch, **keys)
+        for branch in others:
             x_sBD = branch(x_sBD, batch)
         return x_sBD
 

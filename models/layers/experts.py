@@ -179,9 +179,10 @@ class Routes(Layer):
         return Cost((Moved("penalty", moved, moved, (8, 8)),), (Saved("of the penalty", saved),), sent=sent)
 
     def forward(self, x_sBD: torch.Tensor, batch: Batch, picks: torch.Tensor | None = None,
-                counts: torch.Tensor | None = None) -> Out:
+                counts: torch.Tensor | None = None, **keys: torch.Tensor) -> Out:
+        """`keys`: as of `Block`."""
         model, experts = self.model, self.context.experts
-        x_sBD = self.attention(x_sBD, batch)
+        x_sBD = self.attention(x_sBD, batch, **keys)
         normed_sBD = self.norm(x_sBD)
         normed_TD = normed_sBD.flatten(0, 1)
         logits = self.router(normed_TD)

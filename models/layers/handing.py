@@ -6,7 +6,7 @@ the fields of `Handing`, `makes` and `passes`. Threed asks with the three functi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from threed.models.layers.base import Layer
@@ -21,8 +21,9 @@ class Handing(NamedTuple):
     # Of those that it reads, what has travelled and forward uses up: backward needs none of its values. The
     # last FORWARD or RECOMPUTE of the layer frees it.
     spent: tuple[str, ...] = ()
-    # Shapes of those that it reads that have not the shape of the residual stream: name -> shape.
-    shapes: Mapping[str, tuple[int, ...]] = {}
+    # Shapes of those that it reads that have not the shape of the residual stream: name -> shape, or a
+    # function of a rank's share.
+    shapes: Mapping[str, tuple[int, ...] | Callable[[Share], tuple[int, ...]]] = {}
     # Those that it makes or reads to which no gradient belongs: name -> dtype, such as int64. What it made of
     # them in forward is given to it when its forward is computed again: a choice stays as it was.
     without_grad: Mapping[str, str] = {}

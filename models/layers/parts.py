@@ -111,7 +111,7 @@ class Adapter(Held):
         seq, ranks = share.seen(self.model.seq_len, self.axis), share.over(self.axis)
         rank, cuts = self.held["A"].shape[0], (1, ranks) if self.column else (ranks, 1)
         inputs, outputs = self.inputs // cuts[0], self.outputs // cuts[1]
-        tokens, narrow = seq * share.sequences, share.bytes(seq * rank)
+        tokens, narrow = share.length(seq) * share.sequences, share.bytes(seq * rank)
         wide, copied = share.bytes(seq * outputs), not self.rows.whole
         moved = Moved("adapter", 3 * wide + 2 * narrow, 2 * wide * copied + 2 * narrow, (2, 1 + copied))
         # For weights' gradients: A x and its gradient, and the gradient of its rows. (That of a whole stream

@@ -22,12 +22,14 @@ from threed.extend import (
     torch,
 )
 
+GATHERS = "gather", "again"
+
 
 @dataclass
 class TravellingConfig(ModelConfig):
     family: str = "travelling"
     over: str = "dp"  # group
-    by: str = "counts"  # how rows travel: uneven counts, equal ones, or gathered
+    by: str = "counts"  # how rows travel: uneven counts, equal ones, or gathered, once or twice (again)
 
 
 class Attends(Layer):
@@ -38,7 +40,8 @@ class Attends(Layer):
         self.attention, mlp = gpt.block(model, index).branches
         self.norm = mlp.norm
         way = {"counts": Exchanged("came", model.over, "gives", "takes"),
-               "equal": Exchanged("came", model.over), "gather": Gathered("came", model.over)}[model.by]
+               "equal": Exchanged("came", model.over), "gather": Gathered("came", model.over),
+               "again": Gathered("came", model.over, again=True)}[model.by]
         self.travels = {"sent": way}
         if model.by == "counts":
             self.travels["gives"], self.without_grad = Exchanged("takes", model.over), {"gives": "int64"}
@@ -74,16 +77,16 @@ class Computes(Layer):
         self.model, self.name = model, f"blocks.{index}.mlp"
         self.mlp, = gpt.block(model, index).branches[1].bodies
         self.shapes = {"came": (model.seq_len, model.hidden)}
-        if model.by != "gather":
+        if model.by not in GATHERS:
             gives, takes = ("takes", "gives") if model.by == "counts" else ("", "")
             self.travels = {"answer": Exchanged("returned", model.over, gives, takes)}
 
     def makes(self, share: Share) -> dict[str, int]:
         rows = share.bytes(self.model.seq_len * self.model.hidden, SEQUENCE)
-        return {} if self.model.by == "gather" else {"answer": rows}
+        return {} if self.model.by in GATHERS else {"answer": rows}
 
     def forward(self, x: Any, batch: Any, came: Any) -> Any:
-        if self.model.by != "gather":
+        if self.model.by not in GATHERS:
             return Out(x, {"answer": self.mlp(came.unsqueeze(1), batch).squeeze(1)})
         group, sequences = self.context.groups[self.model.over], len(batch.samples_B)
         mine = came.chunk(group.size())[group.rank()]
@@ -105,7 +108,7 @@ class Collects(Layer):
 
 def layers(model: TravellingConfig) -> list[Layer]:
     def block(index: int) -> list[Layer]:
-        collects = [] if model.by == "gather" else [Collects(index)]
+        collects = [] if model.by in GATHERS else [Collects(index)]
         return [Attends(model, index), Computes(model, index), *collects]
 
     blocks = [layer for index in range(model.layers) for layer in block(index)]

@@ -22,6 +22,7 @@ SMALLEST = {
     "peers.moe": "--quick --ep 2 --layers 1 --hidden 64 --heads 2 --inner 32 --only threed",
     "peers.offload": "--quick --only adam disk --folder {folder}",
     "peers.pipeline": "--schedule 1f1b --p 3 --m 3 --times 1 1 1 --repeat 1",
+    "peers.sleeping_keys": "--quick --schedule 1f1b --m 4 --times 1 1 1",
     "peers.steps": "--quick --only threed",
     "peers.tp": "--quick",
     "peers.zero": "--quick --only threed --ranks 2",

@@ -20,7 +20,7 @@ from threed.base.quantity import show_seconds
 from threed.cli.main import app
 from threed.html_report import timelines
 from threed.html_report.report import content
-from threed.monitor.attribute import CAUSES
+from threed.monitor.attribute import CAUSES, OF_SOME
 from threed.monitor.traces import COLUMNS, read_run
 from threed.planner import make_plan
 from threed.planner.from_config import load_config
@@ -186,7 +186,7 @@ def test_metrics_and_wandb(traced):
     assert len(rows) == 9
     for row in rows[1:]:  # ranks begin the first step at times of their own
         for stage in (0, 1):
-            parts = [row[f"time/{cause}/{stage}"] for cause in CAUSES if cause != "ep_wait"]
+            parts = [row[f"time/{cause}/{stage}"] for cause in CAUSES if cause not in OF_SOME]
             # which is the slowest rank's
             assert min(parts) >= 0 and 0 < sum(parts) <= 1.001 * row["perf/step_s"]
     pictures = list((traced / "wandb").glob("offline-run-*/files/media/html/timeline_*.html"))
@@ -228,7 +228,7 @@ def test_measured_beside_predicted(traced):
         assert waited == pytest.approx(sum(wait.wait_s for wait in trace.waits), rel=0.01, abs=1e-5)
     assert found.spent is not None
     for position, row in enumerate(found.spent):
-        for cause in (each for each in CAUSES if each != "ep_wait"):
+        for cause in (each for each in CAUSES if each not in OF_SOME):
             mean = sum(each[f"time/{cause}/{position}"] for each in rows[1:]) / (len(rows) - 1)
             assert row[cause] == pytest.approx(mean)
     assert len(timelines.compute_lanes(found).layout.annotations) == 2  # a title above each panel

@@ -39,6 +39,7 @@ MESHES = {
     "sp": ["parallel.tp=2", "parallel.sequence_parallel=true", "model.tie_embeddings=false"],
     "pp": ["parallel.pp=2"],
     "cp": ["parallel.cp=2"], "cp-heads": ["parallel.cp=2", "parallel.cp_form=heads"],
+    "cp-overlap": ["parallel.cp=2", "parallel.cp_overlap=true"],
     "cp-sp": ["parallel.cp=4", "parallel.pp=2", "parallel.tp=2", "parallel.sequence_parallel=true"],
     "v": ["parallel.pp=2", "parallel.schedule=zb-v"],
     "interleaved": ["parallel.pp=2", "parallel.schedule=interleaved", "parallel.virtual_stages=2"],

@@ -86,6 +86,7 @@ CONFIGS: dict[str, list[str]] = {
     "travel": [TRAVEL, "zero.stage=2", "activation.policy=full"],
     "travel-gathered": [TRAVEL, "model.by=gather", "zero.stage=3", "parallel.pp=2",
                         "parallel.schedule=zb-h1"],
+    "travel-again": [TRAVEL, "model.by=again", "zero.stage=2", "activation.policy=full"],
     "kept": ["activation.policy=full", "activation.offload=cpu", "zero.stage=1"],
     "experts": [*EXPERTS, "zero.stage=2"],
     "experts-full": [*EXPERTS, "zero.stage=3", "activation.policy=full", "parallel.pp=2",
@@ -130,7 +131,8 @@ def test_experts(name, references, monkeypatch):
 # REDUCE is under way is in tests/search/test_order.py. That BACKWARD and REDUCE come after the gradient
 # of the step before has left follows from FORWARD's wait for the unit's update.
 MATTERS = {
-    ("compute", "GATHER"): "zero1 zero2 zero3 cpu cpu-zero3 nvme",
+    ("compute", "GATHER"): "zero1 zero2 zero3 cpu cpu-zero3 nvme travel-again",
+    ("compute", "REDUCE"): "travel-gathered travel-again",
     ("CLIP", "REDUCE"): "zero1 zero2 zero3 tied cpu cpu-zero1 no-overlap",
     ("CLIP", "OFFLOAD"): "gradients gradients-zero3",
     ("OFFLOAD", "REDUCE"): "gradients gradients-zero3",

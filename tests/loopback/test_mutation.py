@@ -33,7 +33,7 @@ from threed.planner import make_mesh, make_plan
 from threed.program import instruction
 from threed.program.analysis import Analysis
 from threed.program.check import check_programs
-from threed.program.instruction import FIELDS, MOVES, Instruction, Op, Tier
+from threed.program.instruction import COLLECTIVES, FIELDS, MOVES, Instruction, Op, Tier
 from threed.program.plan import Plan
 from threed.schema import Config
 
@@ -70,6 +70,8 @@ HOST = "offload.gradients=host"
 
 FULL, PARTITION, KEPT_CPU = ("activation.policy=full",), "activation.partition=true", "activation.offload=cpu"
 TRAVEL = "model.family=tests/families/travelling.py:TRAVELLING"
+OVERLAP = ("parallel.cp=2", "parallel.cp_overlap=true")
+AGAIN = "model.by=again"  # gathered twice
 IN_PARTS = "parallel.split_messages=on"
 TILES = ("model.tile_linears=256", "model.heads=4")
 EXPERTS = ("model.family=moe", "model.experts=4", "model.expert_ffn_hidden=8", "parallel.ep=2")
@@ -167,6 +169,13 @@ CASES = {
     "experts-zb-h1-zero3": Case(80, 2, 2, dp=2, others=(*EXPERTS, SHARED, "parallel.schedule=zb-h1", ZERO_3)),
     "experts-zb-v-cpu-full": Case(60, 2, 2, dp=2, others=(*EXPERTS, *BALANCED, "parallel.schedule=zb-v", CPU,
                                                           *FULL, KEPT_CPU)),
+    "again": Case(80, 2, 2, dp=2, others=(TRAVEL, AGAIN, ZERO_2)),
+    "again-full": Case(80, 1, 2, dp=2, others=(TRAVEL, AGAIN, *FULL, UNTIED)),
+    "again-zb-h1-zero3": Case(60, 2, 3, dp=2, others=(TRAVEL, AGAIN, "parallel.schedule=zb-h1", ZERO_3)),
+    "overlap": Case(60, 2, 2, others=(*OVERLAP, UNTIED)),
+    "overlap-full-zb-h1-zero3": Case(60, 2, 2, others=(*OVERLAP, *FULL, "parallel.schedule=zb-h1", ZERO_3)),
+    "overlap-pair": Case(60, 1, 4, others=(*OVERLAP, UNTIED, "parallel.pair=true", "parallel.schedule=zb-v",
+                                           ZERO_2)),
     "experts-pair": Case(60, 2, 3, dp=2, others=(*EXPERTS, SHARED, "parallel.pair=true", ZERO_2)),
     "experts-pair-zb-v-full-zero3": Case(60, 2, 3, dp=2, others=(
         *EXPERTS, *FULL, "parallel.schedule=zb-v", "parallel.pair=true", ZERO_3)),
@@ -271,7 +280,7 @@ def run(config: Config, plan: Plan) -> Ranks:
 
 
 LANES = ("at once", "beside", "late")  # when a lane's jobs run; all of a run's are alike
-LATE = ("dp", "ep", "d2h", "h2d", "read", "write", "host")
+LATE = ("dp", "ep", "keys", "d2h", "h2d", "read", "write", "host")
 
 
 class LateLane(ThreadLane):
@@ -369,10 +378,10 @@ def check(case: Case, seed: int, path: Path, monkeypatch: pytest.MonkeyPatch) ->
     return counts
 
 
-def of_exchanges(program: Sequence[Instruction]) -> Iterator[tuple[bool, list[Instruction]]]:
-    """Each EXCHANGE of a program left out, twice, or of another micro-batch; and in the place of another, or
-    anywhere. And whether the edit may be right: it only changes the order."""
-    places = [index for index, item in enumerate(program) if item.op == Op.EXCHANGE]
+def of_trips(program: Sequence[Instruction]) -> Iterator[tuple[bool, list[Instruction]]]:
+    """Each instruction that takes a tensor to other ranks left out, twice, or of another micro-batch; and in
+    the place of another, or anywhere. And whether the edit may be right: it only changes the order."""
+    places = [index for index, item in enumerate(program) if item.op in COLLECTIVES and item.of_slot]
     for i in places:
         item, before, behind = program[i], program[:i], program[i + 1:]
         for instead in ([], [item, item], [item._replace(microbatch=1 - item.microbatch)]):
@@ -385,16 +394,16 @@ def of_exchanges(program: Sequence[Instruction]) -> Iterator[tuple[bool, list[In
         yield from ((True, [*rest[:j], item, *rest[j:]]) for j in range(len(program)))
 
 
-@pytest.mark.parametrize("name", ["experts", "experts-full-zero2",
-                                  "experts-zb-h1-zero3"])
-def test_every_exchange(name, monkeypatch):
+@pytest.mark.parametrize("name", ["experts", "experts-full-zero2", "experts-zb-h1-zero3", "again",
+                                  "again-full", "again-zb-h1-zero3", "overlap"])
+def test_every_trip(name, monkeypatch):
     """Few of these edits are accepted, each of another order; they train as the plan does."""
     monkeypatch.setattr(loopback, "TIMEOUT_S", 30.0)
     config, haste = CASES[name].config(), Haste(monkeypatch, 1)
     plan = make_plan(config)
     program, *others = plan.programs["train"]
     right, accepted = run(config, plan), {program}
-    for may_be_right, edit in of_exchanges(program):
+    for may_be_right, edit in of_trips(program):
         if (changed := tuple(edit)) in accepted:
             continue
         try:

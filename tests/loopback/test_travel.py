@@ -10,29 +10,29 @@ import torch
 
 from tests.harness import assert_contract, batches, loopback, same_bits, tiny
 from tests.recorder import record_on_cpu
-from threed.base.errors import ThreedError
+from threed.base.errors import PlanError, ThreedError
 from threed.comm.group import Comm
 from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
 from threed.extend import layers_of, measured_cost
-from threed.features.pipeline import run
 from threed.planner import make_mesh, make_plan
 from threed.prediction import transient
 from threed.prediction.transient import temporaries_of
 from threed.program.analysis import Analysis
 from threed.program.check import check
 from threed.program.effects import effects
-from threed.program.instruction import Instruction, Op, Slot
+from threed.program.instruction import COMPUTE, Instruction, Op, Slot
 from threed.program.traffic import sent_by
 from threed.schedules.orders import SCHEDULES
 from threed.schema import Config, ModelConfig
+from threed.tensor import leaves
 
 FAMILY = "model.family=tests/families/travelling.py:TRAVELLING"
 SMALL = ["model.layers=2", "model.hidden=16", "model.heads=4", "model.seq_len=8", "model.vocab=30",
          "model.vocab_multiple=16", "train.global_batch_size=12", "parallel.dp=2"]
 FULL, SP = ["activation.policy=full"], ["parallel.tp=2", "parallel.sequence_parallel=true"]
 ZB, BF16 = ["parallel.pp=2", "parallel.schedule=zb-h1"], ["precision.dtype=bf16"]
-WAYS = ["counts", "equal", "gather"]
+WAYS = ["counts", "equal", "gather", "again"]
 
 
 def travelling(*overrides: str) -> Config:
@@ -128,6 +128,50 @@ def test_what_travels_is_freed():
     assert Slot("came", 1, 0) in effects(Instruction(Op.FORWARD, 2, 0, keep="none"), table, 0).frees
 
 
+@pytest.mark.parametrize("more", [[], FULL, ZB, ["zero.stage=3", *BF16]], ids=str)
+def test_twice_is_once(more):
+    """To the bit, in the same bytes and those of the second gather."""
+    once, twice = (loopback(travelling(f"model.by={by}", *more)) for by in ("gather", "again"))
+    if more != ["zero.stage=3", *BF16]:
+        same_bits([once, twice])
+    else:  # gradients of what comes twice are summed in fp32
+        assert once.losses[0] == twice.losses[0]
+
+
+def test_what_comes_twice_is_released_behind_its_forward():
+    """And it is brought again while the backward before it computes: two at a time are there. Where that
+    backward comes next, it stays."""
+    plan = make_plan(travelling(*FULL, "train.eval_every=1", "model.by=again", *BF16, "model.layers=3"))
+    table, items = plan.table, plan.programs["train"][0]
+    kinds = [table.size(Slot(kind, 1)) for kind in ("sent", "came", "gsent", "gcame")]
+    assert kinds == [kinds[0] * times for times in (1, 2, 2, 4)]
+    gather = Instruction(Op.GATHER, 1, 0, "sent", group="dp")
+    first, second = (index for index, item in enumerate(items) if item == gather)
+    before = next(item for item in reversed(items[:second]) if item.op in COMPUTE)
+    assert before == Instruction(Op.BACKWARD, 5, 0)  # of the block above
+    frees = {item: effects(item, table, 0).frees for item in items}
+    came, sent = Slot("came", 1, 0), Slot("sent", 1, 0)
+    release = Instruction(Op.RELEASE, 1, 0, "came")
+    assert [items[first + 1].op, items[first + 2]] == [Op.FORWARD, release] and frees[release] == (came,)
+    assert not frees[gather] and sent in frees[Instruction(Op.BACKWARD, 1, 0)]
+    assert release._replace(unit=3) in items and release._replace(unit=5) not in items
+    assert came in frees[Instruction(Op.BACKWARD_INPUT, 2, 0)]
+    assert came not in frees[Instruction(Op.BACKWARD_WEIGHT, 2, 0)]
+    alive = Analysis(plan).memory(0)
+    assert alive.peak("came") == 2 * kinds[1] and alive.peak("gcame") == kinds[3]
+    forward = effects(Instruction(Op.FORWARD, 2, 0, keep="none"), table, 0)
+    assert {came, sent} <= {*forward.frees}
+
+
+def test_a_backward_without_its_second_gather_is_refused():
+    plan = make_plan(travelling("model.by=again"))
+    items = list(plan.programs["train"][0])
+    gather = Instruction(Op.GATHER, 1, 0, "sent", group="dp")
+    del items[max(index for index, item in enumerate(items) if item == gather)]
+    with pytest.raises(PlanError, match=r"reads 'came u1 m0', which is not alive\n(.*\n)* +> +\d+  BACKW"):
+        check(replace(plan, programs={"train": [tuple(items)]}))
+
+
 SPENT = """
 from threed.extend import Embedding, Family, Head, added
 from tests.families.travelling import Attends, Collects, Computes, TravellingConfig
@@ -180,17 +224,19 @@ def test_spent_but_needed(more, tmp_path):
 @pytest.mark.parametrize("rows", [0, 3])
 def test_gradients_of_what_is_spent(rows):
     """They can be read as bits, also where no row came."""
-    x, leaf = torch.randn(rows, 6), run._like(torch.empty(rows, 6))
+    x, leaf = torch.randn(rows, 6), leaves.like(torch.empty(rows, 6))
     assert leaf.untyped_storage().nbytes() <= 4
-    (run._Spent.apply(leaf, x) * 2).backward(torch.ones(rows, 6))
+    (leaves.spent(leaf, x) * 2).backward(torch.ones(rows, 6))
     assert leaf.grad is not None and torch.equal(leaf.grad, torch.full((rows, 6), 2.0))
     assert leaf.grad[:, 2:].view(torch.int16).shape == (rows, 8)
 
 
-def test_graphs(monkeypatch, references):
+@pytest.mark.parametrize("by", ["equal", "again"])
+@pytest.mark.parametrize("more", [FULL, ZB], ids=["full", "zb-h1"])
+def test_graphs(by, more, monkeypatch, references):
     """CUDA graphs hold the computation, and what travels is outside them."""
     made = record_on_cpu(monkeypatch)
-    assert_gpt(travelling("model.by=equal", *FULL, "run.cuda_graphs=true", "zero.stage=2"), references)
+    assert_gpt(travelling(f"model.by={by}", *more, "run.cuda_graphs=true", "zero.stage=2"), references)
     assert all(each.made for each in made)
 
 
@@ -198,7 +244,7 @@ BAD = {
     "no reader": ("reads = ()", r"layer a sends 'rows', which becomes 'came', but no later layer reads"),
     "two readers": ("third = ('came',)", r"2 layers read 'came', which layer a sends"),
     "no such group": ("over = 'xp'", r"layer a: 'rows' travels over 'xp', which is no group inside a "
-                                     r"pipeline position; there are tp, cp, dp, shard"),
+                                     r"pipeline position; there are tp, cp, keys, dp, shard"),
     "across positions": ("over = 'tie'", r"travels over 'tie', which is no group inside a pipeline position"),
     "messages": ("over = 'pp'", r"travels over 'pp', which is no group inside"),
     "what left": ("reads = ('rows',)", r"layer b reads 'rows', which leaves for other ranks: let it"),
@@ -210,19 +256,23 @@ BAD = {
     "its own counts": ("gives = takes = 'rows'", r"'rows' travels over 'dp' by counts that it is itself"),
     "its own name": ("becomes = 'rows'", r"'rows' becomes 'rows', which is the name of another tensor"),
     "spent, not read": ("spent = ('rows',)", r"layer b: `spent` names 'rows', but it may name only what"),
+    "spent, and again": ("spent, again = ('came',), True", r"`spent` names 'came', which comes again for"),
+    "again, without gradient": ("again, without = True, {'rows': 'int64'}",
+                                r"layer a: 'rows' travels over 'dp' twice, and has no gradient"),
     "no bytes": ("sizes = {'came': 0}", r"layer a: `makes` says 0 bytes of 'came', which comes from other"),
     "one unit": ("", r"layers a and b are one unit, and 'came' cannot travel between them: set "
                      r"parallel\.layers_per_unit=1"),
 }
 FILE = """
-from threed.extend import Embedding, Exchanged, Family, Head, Layer, Out
+from threed.extend import Embedding, Exchanged, Family, Gathered, Head, Layer, Out
 
 reads, third, made, over, gives, takes = ("came",), (), ("rows",), "dp", "", ""
-becomes, sizes, spent = "came", {{}}, ()
+becomes, sizes, spent, again, without = "came", {{}}, (), False, {{}}
 {change}
 
 class A(Layer):
-    name, travels = "a", {{"rows": Exchanged(becomes, over, gives, takes)}}
+    name, without_grad = "a", without
+    travels = {{"rows": Gathered(becomes, over, True) if again else Exchanged(becomes, over, gives, takes)}}
 
     def makes(self, share):
         return dict.fromkeys(made, 8) | sizes

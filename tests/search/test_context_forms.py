@@ -45,7 +45,8 @@ def test_a_form_that_is_given():
 
 
 def test_both_forms_are_found():
-    fixed = {"tp": 1, "pp": 1, "cp": 4, "stage": 3, "policy": "selective", "micro_batch_size": 1}
+    fixed = {"tp": 1, "pp": 1, "cp": 4, "cp_overlap": False, "stage": 3, "policy": "selective",
+             "micro_batch_size": 1}
     result = Search(base(), H100, 1 << 36).run(4, fixed)
     assert {found.layout.cp_form for found in result.timed} == {"keys", "heads"}
 

@@ -191,6 +191,7 @@ KEYS: dict[str, Row | str] = {
     "parallel.cp": (plan, [], 2),
     "parallel.cp_form": (plan, ["parallel.cp=2"], "heads"),
     "parallel.cp_order": "tests/loopback/test_context_order.py::test_losses_are_those_of_zigzag",
+    "parallel.cp_overlap": (plan, ["parallel.cp=2"], True),
     "parallel.schedule": (plan, PP, "zb-h1"),
     "parallel.virtual_stages": (plan, INTERLEAVED, 3),
     "parallel.group": (plan, ["parallel.schedule=vertical"], 1),

@@ -95,6 +95,8 @@ GROUPS: dict[str, GroupRow] = {
     # Collectives inside FORWARD and BACKWARD.
     "tp": GroupRow(("tp",), "tp", "compute"),
     "cp": GroupRow(("cp",), "cp", "compute"),
+    # GATHER and REDUCE of keys and values, beside the computation (parallel.cp_overlap).
+    "keys": GroupRow(("cp",), "cp", "keys", needed=lambda mesh: "keys" in mesh.extra),
     # REDUCE and GATHER.
     "dp": GroupRow(_DATA, "dp", "dp"),
     # A run of `shard` members of dp: state is sharded within it,
@@ -256,12 +258,15 @@ class Mesh:
     `order`: its axes, outermost first; empty: as in AXES. `shard`: ranks a shard group; None: all of dp.
     `sizes`: ranks along each axis, those of FOLDS included, 1 where an axis is not named. `folded`: the axes
     of FOLDS over which the model has parameters; None: those in `sizes`. `forms`: what the text says of an
-    axis besides its size. ValueError where they do not fit together.
+    axis besides its size. `extra`: groups that it needs besides those of all meshes. ValueError where they do
+    not fit together.
     """
 
     def __init__(self, order: tuple[str, ...] = (), shard: int | None = None,
-                 folded: Collection[str] | None = None, forms: Mapping[str, str] | None = None, **sizes: int):
+                 folded: Collection[str] | None = None, forms: Mapping[str, str] | None = None,
+                 extra: Collection[str] = (), **sizes: int):
         self.order, self._forms = in_full(order or tuple(AXES)), forms or {}
+        self.extra = frozenset(extra)
         self.sizes: dict[str, int] = {axis: sizes.pop(axis, 1) for axis in AXES}
         self.folded = frozenset(axis for axis in FOLDS if axis in (sizes if folded is None else folded))
         self.folds: dict[str, int] = {axis: sizes.pop(axis, 1) for axis in FOLDS}

@@ -30,7 +30,9 @@ class Cell(NamedTuple):
     # none, one (a rank has all experts of a block), ep (several ranks have them), pair (as ep, and a forward
     # and a backward are computed together)
     experts: str = "none"
-    context: str = "none"  # or how ranks that share each sequence attend to all of it: keys, heads
+    # none, or how ranks that share each sequence attend to all of it: keys, heads, overlap (keys that travel
+    # between two units)
+    context: str = "none"
 
     @property
     def id(self) -> str:
@@ -58,10 +60,18 @@ class Cell(NamedTuple):
         return cls("file" if parallel.schedule.startswith("file:") else parallel.schedule, config.zero.stage,
                    _offload(config), kept, config.precision.dtype, parallel.sequence_parallel,
                    config.model.tie_embeddings, config.shard_size < config.data_ranks,
-                   "pair" if parallel.pair else experts, parallel.cp_form if parallel.cp > 1 else "none")
+                   "pair" if parallel.pair else experts, _context(config))
 
 
-_CONTEXT = {"none": [], "keys": ["cp"], "heads": ["cp", "heads"]}
+def _context(config: Config) -> str:
+    """How ranks that share each sequence attend to all of it, if there are any."""
+    parallel = config.parallel
+    if parallel.cp == 1:
+        return "none"
+    return "overlap" if parallel.cp_overlap else parallel.cp_form
+
+
+_CONTEXT = {"none": [], "keys": ["cp"], "heads": ["cp", "heads"], "overlap": ["cp", "overlap"]}
 _EXPERTS = {"none": "dense", "one": "experts", "ep": "ep", "pair": "pair"}  # words of a cell's name
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from threed.base.address import is_store, local_path
 from threed.base.address import problem as address_problem
 from threed.base.errors import Idle, InputError, Problem
-from threed.base.mesh import axes_of
-from threed.base.quantity import many, parse_bytes
+from threed.base.quantity import parse_bytes
+from threed.config.context import check_heads, check_order, check_overlap, check_tokens, no_keys
 from threed.config.contract import Cell, refusal
 from threed.config.named import unlike
 from threed.config.own_layers import unused
@@ -31,7 +31,6 @@ from threed.schema import (
     OptimizerConfig,
     PrecisionConfig,
 )
-from threed.spec.deal import CHUNKS
 
 
 def validate(config: Config, world_size: int | None = None) -> list[Problem]:
@@ -45,7 +44,8 @@ def validate(config: Config, world_size: int | None = None) -> list[Problem]:
         config = replace(config, precision=PrecisionConfig())
     if not wrong & {"model", "parallel"}:
         of_model = list(_check_model(config))
-        of_layers = unsound(config.model) or ([] if of_model else list(_check_tiling(config)))
+        of_layers = unsound(config.model) or ([] if of_model else [*_check_tiling(config),
+                                                                   *check_overlap(config)])
         problems += [*of_model, *of_layers, *check_parallel(config, world_size)]
         sound = not of_layers and not (of_model and config.model.tile_linears is not None)
         problems += [*check_folds(config), *check_pair(config), *check_stages(config)] if sound else []
@@ -79,7 +79,7 @@ def _check_sizes(config: Config) -> Iterator[Problem]:
         yield Problem.of("model.position", f"=rotary needs an even head size; {given} = {model.head_size}")
     yield from _check_scaling(model)
     if config.parallel.cp_form == "heads":
-        yield from _check_heads(config)
+        yield from check_heads(config)
     if model.heads % model.num_kv_heads:
         yield Problem.of("model.heads", f"={model.heads} is not divisible by model.kv_heads={model.kv_heads}")
     sizes = {"model.heads": model.heads, "model.kv_heads": model.num_kv_heads, "model.hidden": model.hidden,
@@ -90,9 +90,9 @@ def _check_sizes(config: Config) -> Iterator[Problem]:
     if model.padded_vocab % tp:
         yield Problem("model.vocab_multiple", f"the padded vocabulary={model.padded_vocab} is not divisible "
                       f"by parallel.tp={tp}; set model.vocab_multiple={math.lcm(model.vocab_multiple, tp)}")
-    yield from _check_order(config)
+    yield from check_order(config)
     if config.token_ranks > 1:
-        yield from _check_tokens(config)
+        yield from check_tokens(config)
     if config.parallel.sequence_parallel:
         if tp == 1:
             yield Idle.of("parallel.sequence_parallel", "=true needs parallel.tp > 1: tp splits the "
@@ -100,53 +100,6 @@ def _check_sizes(config: Config) -> Iterator[Problem]:
         elif model.seq_len % tp:
             yield Problem.of("parallel.sequence_parallel", f"=true: model.seq_len={model.seq_len} is not "
                              f"divisible by parallel.tp={tp}")
-
-
-def _check_tokens(config: Config) -> Iterator[Problem]:
-    """Ranks that share a sequence have equal chunks of it, and those of tp equal parts of these."""
-    ranks, seq = config.token_ranks, config.model.seq_len
-    order, chunks = "", 2
-    if config.parallel.cp_order == "documents":
-        order, chunks = " in parallel.cp_order=documents", CHUNKS[0]
-    axes = " x ".join(f"parallel.{axis}={config.axis_sizes[axis]}" for axis in axes_of("tokens")
-                      if config.axis_sizes[axis] > 1)
-    tp = config.parallel.tp if config.parallel.sequence_parallel else 1
-    parts = math.lcm(chunks * ranks, ranks * tp)
-    if seq % parts:
-        cut = f" and parallel.tp={tp}" if tp > 1 else ""
-        each = f"{'two' if chunks == 2 else chunks} equal chunks of a sequence{order}"
-        yield Problem.of("model.seq_len", f"={seq} with {axes}{cut}: each rank has {each}"
-                         f"{', and equal parts of them' * (tp > 1)}; take a multiple of {parts}")
-
-
-def _check_order(config: Config) -> Iterator[Problem]:
-    """Documents decide which tokens a rank has only where there are some, and several ranks."""
-    order, cp = config.parallel.cp_order, config.parallel.cp
-    if order == "zigzag":
-        return
-    if cp == 1:
-        yield Idle.of("parallel.cp_order", f"={order} with parallel.cp=1: each rank has all tokens of its "
-                      "sequences; leave it out, or give parallel.cp, ranks that share them")
-    if not config.data.document_mask:
-        yield Idle.of("parallel.cp_order", f"={order} with data.document_mask=false: each sequence is one "
-                      "document, in which all ranks have equal work in zig-zag order; leave it out, or set "
-                      "data.document_mask=true, which keeps attention inside documents")
-    if config.parallel.cp_form == "heads" and cp > 1:
-        yield Idle.of("parallel.cp_order", f"={order} with parallel.cp_form=heads: each rank attends to "
-                      "whole sequences, so that all have equal work; leave it out, or take "
-                      "parallel.cp_form=keys")
-
-
-def _check_heads(config: Config) -> Iterator[Problem]:
-    """With parallel.cp_form=heads each rank of cp has some key heads, with their queries."""
-    cp, tp, heads = config.parallel.cp, config.parallel.tp, config.model.num_kv_heads
-    if cp == 1:
-        yield Idle.of("parallel.cp_form", "=heads needs parallel.cp > 1: it says how ranks of cp share the "
-                      "work of attention")
-    elif heads % tp == 0 and heads // tp % cp:
-        of_tp = f" ({heads} over parallel.tp={tp})" if tp > 1 else ""
-        yield Problem.of("parallel.cp_form", f"=heads: parallel.cp={cp} does not divide the "
-                         f"{many(heads // tp, 'key head')} of a tp rank{of_tp}; use parallel.cp_form=keys")
 
 
 def _check_scaling(model: ModelConfig) -> Iterator[Problem]:
@@ -367,9 +320,7 @@ def warnings(config: Config) -> list[str]:
             for kept in layer.cost(share_of(config)).saved):
         lines.append("activation.pieces: norm does nothing here: the tiles of a layer share its norm's "
                      "output, which is kept")
-    if KEYS in config.pieces and (parallel.cp == 1 or config.model.attention_dropout):
-        why = ("parallel.cp=1: no keys are gathered" if parallel.cp == 1 else
-               "with model.attention_dropout they are kept anyway")
+    if KEYS in config.pieces and (why := no_keys(config)):
         lines.append(f"activation.pieces: {KEYS} does nothing here: {why}")
     kept, every = config.checkpoint.keep * config.checkpoint.every, config.run.verify_every
     if 0 < kept < every:

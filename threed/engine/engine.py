@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
@@ -48,7 +48,7 @@ from threed.tensor.context import Batch, Context
 from threed.tensor.fused import Fused
 from threed.tensor.layers import WeightGrads
 from threed.tensor.random import Draw, draw
-from threed.tensor.saving import SavingPolicy
+from threed.tensor.saving import SavingPolicy, UnsavedMemory
 
 
 class Engine:
@@ -311,9 +311,9 @@ def _by_kind(of_unit: _Handler | None, cut: _Handler | None,
     return handle
 
 
-def _keeping(table: Table, states: Mapping[int, UnitState], saving: SavingPolicy,
-             unit: int) -> AbstractContextManager[Any]:
-    return saving.keeping(places([states[p] for p in table.units[unit].parameters]))
+def _keeping(table: Table, states: Mapping[int, UnitState], saving: SavingPolicy, unit: int,
+             others: Sequence[UnsavedMemory]) -> AbstractContextManager[Any]:
+    return saving.keeping([*places([states[p] for p in table.units[unit].parameters]), *others])
 
 
 def _some(ranks: list[int]) -> str:

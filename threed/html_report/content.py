@@ -12,7 +12,7 @@ from threed.base.errors import InputError
 from threed.base.mesh import Mesh
 from threed.html_report.budget import Budget
 from threed.html_report.colors import TEMPORARIES, of_kinds
-from threed.monitor.attribute import CAUSES, OF_FOLDS
+from threed.monitor.attribute import CAUSES, OF_SOME
 from threed.monitor.compare import attribute_walk, typical_step
 from threed.monitor.run import Run
 from threed.monitor.timeline import Span, on_one_clock, spans
@@ -201,7 +201,7 @@ class Content:
         positions = range(len(self.attributed))
         found = [{cause: self.mean(f"time/{cause}/{position}") for cause in CAUSES} for position in positions]
         rows = [{cause: value or 0.0 for cause, value in row.items()
-                 if value is not None or cause in OF_FOLDS.values()} for row in found]
+                 if value is not None or cause in OF_SOME} for row in found]
         return rows if all(len(row) == len(CAUSES) for row in rows) else None
 
 

@@ -27,6 +27,7 @@ KEYS = {
     "offload_activations": "activation.offload", "offload_optimizer": "offload.optimizer",
     "tile_linears": "model.tile_linears", "reduce_dtype": "precision.reduce_dtype", "ep": "parallel.ep",
     "pair": "parallel.pair", "cp": "parallel.cp", "cp_form": "parallel.cp_form",
+    "cp_overlap": "parallel.cp_overlap",
 }
 
 
@@ -67,6 +68,7 @@ class Layout(NamedTuple):
     pair: bool = False
     cp: int = 1
     cp_form: str = "keys"
+    cp_overlap: bool = False
 
     @property
     def data_ranks(self) -> int:
@@ -75,8 +77,8 @@ class Layout(NamedTuple):
 
     @property
     def can_pair(self) -> bool:
-        """Whether it has exchanges and a schedule for `pair`."""
-        return self.ep > 1 and bool(SCHEDULES[self.schedule].paired)
+        """Whether it has what travels, and a schedule for `pair`."""
+        return (self.ep > 1 or self.cp_overlap) and bool(SCHEDULES[self.schedule].paired)
 
     @property
     def often(self) -> bool:
@@ -173,7 +175,8 @@ class Layout(NamedTuple):
 
     def text(self) -> str:
         """In a line: what a person would call it."""
-        more = f" cp {self.cp} ({self.cp_form})" * (self.cp > 1) + f" ep {self.ep}" * (self.ep > 1)
+        form = self.cp_form + ", overlap" * self.cp_overlap
+        more = f" cp {self.cp} ({form})" * (self.cp > 1) + f" ep {self.ep}" * (self.ep > 1)
         words = [f"tp {self.tp} pp {self.pp} dp {self.dp}{more}"]
         if self.axis_order != "pp-dp-tp":
             words.append(self.axis_order)
@@ -231,7 +234,7 @@ def config_of(layout: Layout, base: Config) -> Config:
     config = copied(base)
     parallel, free = config.parallel, SCHEDULES[layout.schedule].virtual is None
     parallel.tp, parallel.pp, parallel.dp, parallel.ep = layout.tp, layout.pp, layout.dp, layout.ep
-    parallel.cp, parallel.cp_form = layout.cp, layout.cp_form
+    parallel.cp, parallel.cp_form, parallel.cp_overlap = layout.cp, layout.cp_form, layout.cp_overlap
     if layout.cp == 1 or parallel.cp_form == "heads":
         parallel.cp_order = "zigzag"
     parallel.axis_order, parallel.schedule = layout.axis_order, layout.schedule

@@ -8,7 +8,7 @@ Tiles make the buffers of ZeRO-3 smaller: they are among the variants where thes
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from threed.base.mesh import FOLDS, fold_problem
@@ -100,10 +100,8 @@ class Space:
                 for cp in self._choices("cp", [cp for cp in divisors(self.devices // tp) if cp <= most]):
                     alone = Layout(tp, sequence_parallel=cut, cp=cp,
                                    tile_linears=self.fixed.get("tile_linears"))
-                    shared = self.base.model.num_kv_heads % (tp * cp) == 0  # key heads
-                    forms = ("keys", "heads") if shared else ("keys",)
-                    for form in self._choices("cp_form", forms) if cp > 1 else ("keys",):
-                        yield from self._meshes(alone._replace(cp_form=form))
+                    for form, overlap in _forms(alone, self.base.model.num_kv_heads, self._choices):
+                        yield from self._meshes(alone._replace(cp_form=form, cp_overlap=overlap))
 
     def _meshes(self, alone: Layout) -> Iterator[Layout]:
         """All meshes with its tp and cp."""
@@ -193,7 +191,7 @@ class Space:
                 for row in self._changes(shape, rank)]
 
     def _changes(self, shape: Layout, rank: int) -> list[_Change]:
-        key = (rank, shape.tp, shape.dp, shape.cp, shape.cp_form, shape.ep,
+        key = (rank, shape.tp, shape.dp, shape.cp, shape.cp_form, shape.cp_overlap, shape.ep,
                shape.pp if shape.axis_order == "dp-pp-tp" else 1)
         if key not in self._known:
             policy, away = self.recomputes[rank]
@@ -273,3 +271,15 @@ def in_full(layout: Layout, fixed: Mapping[str, Any]) -> tuple[Layout, Layout | 
     given = fixed.get("pair")
     paired = layout._replace(pair=True) if given is None and layout.can_pair else None
     return layout._replace(pair=bool(given)), paired
+
+
+def _forms(alone: Layout, key_heads: int,
+           choices: Callable[[str, Sequence[Any]], Sequence[Any]]) -> Iterator[tuple[str, bool]]:
+    """How ranks of cp share attention, and whether keys travel beside the computation."""
+    if alone.cp == 1:
+        yield "keys", False
+        return
+    forms = ("keys", "heads") if key_heads % (alone.tp * alone.cp) == 0 else ("keys",)
+    for form in choices("cp_form", forms):
+        for overlap in choices("cp_overlap", (False, True) if form == "keys" else (False,)):
+            yield form, overlap

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from threed.base.mesh import FOLDS, GROUPS
+from threed.base.mesh import GROUPS, Mesh
 from threed.program.instruction import COLLECTIVES, COMPUTE, MESSAGES, WHOLES, Instruction, Op
 from threed.program.trace import Trace
 
@@ -26,8 +26,15 @@ from threed.program.trace import Trace
 # what a position waits for from others.
 WAITS = {row.lane: f"{row.lane}_wait" for row in GROUPS.values()
          if row.lane not in ("", "compute") and not row.across_positions}
-# Of these, the waits for lanes of folds, which a plan without their parameters has not.
-OF_FOLDS = {axis: WAITS[GROUPS[axis].lane] for axis in FOLDS}
+
+
+
+def unused(mesh: Mesh) -> set[str]:
+    """Of these, the waits for lanes of groups that a mesh does not need."""
+    return set(WAITS.values()) - {WAITS.get(row.lane) for row in GROUPS.values() if row.needed(mesh)}
+
+
+OF_SOME = unused(Mesh())  # of groups that not every mesh needs: those of experts, of keys
 CAUSES = ("compute", "p2p_wait", *WAITS.values(), "optimizer", "offload", "idle")
 PARTS = ("compute", "p2p_wait", *WAITS.values(), "optimizer", "offload", "clip")  # what one rank can tell
 
@@ -37,8 +44,8 @@ WAITED = "waited"
 
 
 def shown_causes(rows: Sequence[Mapping[str, float]]) -> list[str]:
-    """The causes that texts show of some rows: those of folds only where a row has any."""
-    return [cause for cause in CAUSES if cause not in OF_FOLDS.values() or any(row[cause] for row in rows)]
+    """The causes that texts show of some rows: those that not every mesh has only where a row has any."""
+    return [cause for cause in CAUSES if cause not in OF_SOME or any(row[cause] for row in rows)]
 
 
 def cause_of(item: Instruction) -> str:

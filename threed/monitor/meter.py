@@ -22,7 +22,7 @@ from threed.comm.group import Comm
 from threed.devices import device_of
 from threed.features.travel.arrivals import Arrivals
 from threed.models.model import model_flops
-from threed.monitor.attribute import BESIDE, CAUSES, OF_FOLDS, PARTS, WAITED, attribute, beside, parts
+from threed.monitor.attribute import BESIDE, CAUSES, PARTS, WAITED, attribute, beside, parts, unused
 from threed.monitor.spread import COLUMNS, Spread
 from threed.monitor.straggler import WORK, Stragglers, by_place
 from threed.prediction.hardware import peak_tflops
@@ -181,7 +181,7 @@ class Meter:
         means = {what: self._means(step.column(what)) for what in (*PARTS, "step_s")}
         spent = [attribute({what: each[stage] for what, each in means.items()}, step.clip_s,
                            means["step_s"][stage]) for stage in range(mesh.positions)]
-        without = {wait for axis, wait in OF_FOLDS.items() if axis not in mesh.folded}
+        without = unused(mesh)
         for cause in (each for each in CAUSES if each not in without):
             values[f"time/{cause}"] = _mean([row[cause] for row in spent])
             values |= {f"time/{cause}/{stage}": row[cause] for stage, row in enumerate(spent)}

@@ -80,7 +80,8 @@ def make_mesh(config: Config) -> Mesh:
     """The mesh of a config: its axes, their sizes and their order among ranks."""
     parallel = config.parallel
     return Mesh(tuple(parallel.axis_order.split("-")), config.shard_size, folds_of(config),
-                {"cp": parallel.cp_form}, **config.axis_sizes, **config.fold_sizes)
+                {"cp": parallel.cp_form}, ["keys"] * parallel.cp_overlap, **config.axis_sizes,
+                **config.fold_sizes)
 
 
 @remembered(lambda config: (depends_on(config), config.shard_size,

@@ -31,6 +31,10 @@ class _Maker(NamedTuple):
         """The dtype of a tensor that has no gradient; None for a tensor that has one."""
         return self.hands.without_grad.get(self.source(name) or name)
 
+    def again(self, name: str) -> str:
+        """The source of what comes twice; empty where it comes once, or is of this rank."""
+        return source if (source := self.source(name)) and self.hands.travels[source].again else ""
+
 
 def hand_overs(units: Sequence[Sequence[Layer]], share: Share, ranks: Mapping[str, int],
                ) -> list[tuple[tuple[MadeTensor, ...], tuple[ReadTensor, ...]]]:
@@ -88,14 +92,15 @@ def _made(unit: Sequence[Layer], share: Share, ranks: Mapping[str, int], makers:
         if way is not None:
             arriving = sizes.get(way.becomes, 0) or way.bytes(sizes[name], ranks[way.over])
             yield MadeTensor(name, sizes[name], grad, way.becomes, way.over, way.by, ranks[way.over],
-                             arriving, counts[name, maker.unit])
+                             arriving, counts[name, maker.unit], way.again)
         elif not maker.source(name) and (name, maker.unit) in read:
             yield MadeTensor(name, sizes[name], grad)
 
 
 def _read(name: str, maker: _Maker, last: bool, spent: bool) -> ReadTensor:
     grad = maker.dtype(name) is None
-    return ReadTensor(name, maker.unit, last, grad, grad and maker.source(name) != "", spent)
+    return ReadTensor(name, maker.unit, last, grad, grad and maker.source(name) != "", spent,
+                      maker.again(name))
 
 
 def _spent(unit: Sequence[Handing]) -> set[str]:
@@ -160,6 +165,9 @@ def _check_spent(layer: Layer, made: Mapping[str, _Maker]) -> None:
         if name not in hands.reads or not made[name].source(name) or made[name].dtype(name) is not None:
             raise InputError(f"layer {layer.name}: `spent` names '{name}', but it may name only what the "
                              "layer reads, what has travelled, and what has a gradient")
+        if made[name].again(name):
+            raise InputError(f"layer {layer.name}: `spent` names '{name}', which comes again for backward: "
+                             "leave it out, or `again` in the `travels` of the layer that sends it")
 
 
 def _check_way(layer: Layer, name: str, way: Gathered | Exchanged, made: Mapping[str, _Maker]) -> None:
@@ -170,6 +178,9 @@ def _check_way(layer: Layer, name: str, way: Gathered | Exchanged, made: Mapping
                          f"{', '.join(inside)}")
     if {way.gives, way.takes} & {name, way.becomes}:
         raise InputError(f"{who} by counts that it is itself: make them a tensor of their own")
+    if way.again and name in handing(layer).without_grad:
+        raise InputError(f"{who} twice, and has no gradient: it stays until backward anyway; leave out "
+                         "`again`")
     if bool(way.gives) != bool(way.takes):
         raise InputError(f"{who}: `gives` and `takes` name the rows for each rank and of each; give both, or "
                          "neither where all ranks get equally many")

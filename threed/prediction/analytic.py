@@ -55,7 +55,7 @@ def cost(plan: Plan, hardware: Hardware, measured: Costs | None = None, imbalanc
             return compute.step(instruction.unit)
         if op == Op.CLIP and instruction.gradients != "none":
             return compute.norm(position) + travel.seconds(position, instruction)
-        if op == Op.RELEASE and instruction.of_slot:  # it copies this rank's part
+        if op == Op.RELEASE and instruction.kind in PARTS:  # it copies this rank's part
             part = table.size(instruction.slot._replace(kind=PARTS[instruction.kind]))
             return compute.prices.moved(2 * part)
         if op in (Op.OFFLOAD, Op.FETCH):

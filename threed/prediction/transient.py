@@ -47,7 +47,7 @@ from threed.tensor.fused_loss import LossKernels
 from threed.tensor.layers import WeightGrads
 from threed.tensor.precision import DTYPES
 from threed.tensor.rectangles import SHAPES, Rectangle
-from threed.tensor.saving import SavingPolicy
+from threed.tensor.saving import SavingPolicy, UnsavedMemory
 from threed.tensor.shapes import Shapes
 
 What = tuple[Op, str, int]  # op, what FORWARD keeps, unit
@@ -141,8 +141,8 @@ def _pipeline(config: Config, table: Table, run: range, items: Sequence[Instruct
     for weight in (weight for weight in weights.values() if weight.requires_grad):
         weight.register_post_accumulate_grad_hook(_forgetting(grads))
 
-    def keeping(unit: int) -> AbstractContextManager[Any]:
-        return saving.keeping(())
+    def keeping(unit: int, others: Sequence[UnsavedMemory]) -> AbstractContextManager[Any]:
+        return saving.keeping(others)
 
     compute = PipelineRun(comm, table, built(config, table, run, context, weights), context,
                           streams(config, table, context), keeping, _Kept())
@@ -173,7 +173,7 @@ def _came(table: Table, slots: Slots, slot: Slot) -> torch.Tensor | None:
             rows = made.arriving_bytes // (left.itemsize * left.shape[1:].numel())
             return left.new_zeros((rows, *left.shape[1:]))
         if slot.kind == gradient_kind(made.name):
-            return torch.zeros_like(left)
+            return torch.zeros_like(left, dtype=torch.float32 if made.again else None)
     return None
 
 

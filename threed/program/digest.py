@@ -73,7 +73,8 @@ def _values(entry: Any) -> dict[str, Any]:
 def _made(tensor: MadeTensor) -> list[Any]:
     """How a tensor travels was one field, the last."""
     way = tensor.becomes, tensor.over, tensor.by, tensor.ranks, tensor.arriving_bytes, tensor.counts
-    return [tensor.name, tensor.bytes, tensor.grad, way] if tensor.over else _first(tensor)
+    again = [True] if tensor.again else []
+    return [tensor.name, tensor.bytes, tensor.grad, way, *again] if tensor.over else _first(tensor)
 
 
 def _kernel(kernel: Kernel) -> Kernel | tuple[Any, ...]:

@@ -19,7 +19,7 @@ from threed.base.mesh import GROUPS
 from threed.program.entries import MadeTensor, ReadTensor, gradient_of
 from threed.program.instruction import PARTS, SENT, WHOLES, WORDS, Instruction, Op, Slot, SlotKind, Tier
 from threed.program.table import Table
-from threed.program.trips import trip_of
+from threed.program.trips import comes_again, trip_of
 
 
 class Effects(NamedTuple):
@@ -89,6 +89,8 @@ def _forward(item: Instruction, table: Table, _: int) -> Effects:
     saved += _slots(SlotKind.LOGITS, unit, microbatch, made and table.makes_logits(unit))
     spends = item.keep == "all"
     unused = [slot for slot, read in reads if (read.last if forward_only else spends and read.spent)]
+    if forward_only:  # what has left and stays is not gathered again
+        unused += [slot._replace(kind=read.again) for slot, read in reads if read.again]
     loss = (Slot(SlotKind.LOSS),) if table.units[unit].loss and not made else ()
     return Effects("compute", (*_params(table, unit), *before, *(slot for slot, _ in reads)),
                    (*after, *saved, *(slot for slot, _ in _makes(item, table))), adds=loss,
@@ -100,7 +102,7 @@ def _recompute(item: Instruction, table: Table, _: int) -> Effects:
     unit, microbatch = item.turn
     kept, makes, reads = (Slot(SlotKind.KEPT, unit, microbatch),), _makes(item, table), _reads(item, table)
     fixed = [slot for slot, made in makes if not made.grad]
-    again = [slot for slot, made in makes if made.grad and not made.leaves]
+    again = [slot for slot, made in makes if made.grad and not made.over]
     return Effects("compute", (*_params(table, unit), *kept, *(slot for slot, _ in reads), *fixed),
                    (Slot(SlotKind.SAVED, unit, microbatch),),
                    updates=(*again,), frees=(*kept, *(slot for slot, read in reads if read.spent)),
@@ -123,8 +125,7 @@ def _backward(item: Instruction, table: Table, _: int) -> Effects:
         adds = (*_wgrads(table, unit), *adds)
     else:
         writes = (*writes, Slot(SlotKind.OPERANDS, unit, microbatch))
-    # What came is an operand of weights' gradients, too.
-    came = _came(item, table) if item.op == Op.BACKWARD else ()
+    came = _came(item, table)
     needs = (*_params(table, unit), *used, *(slot for slot, read in reads if not read.spent))
     return Effects("compute", needs, writes, adds=adds, frees=(*used, *came), groups=table.groups_of(item))
 
@@ -145,8 +146,11 @@ def _reads(item: Instruction, table: Table) -> list[tuple[Slot, ReadTensor]]:
 
 
 def _came(item: Instruction, table: Table) -> list[Slot]:
-    """What came from other ranks, and backward reads for the last time."""
-    return [slot for slot, read in _reads(item, table) if read.came and not read.spent]
+    """What came from other ranks, and a backward reads for the last time. It is an operand of weights'
+    gradients, too, unless it came twice."""
+    again = {Op.BACKWARD: (True, False), Op.BACKWARD_INPUT: (True,), Op.BACKWARD_WEIGHT: (False,)}[item.op]
+    return [slot for slot, read in _reads(item, table)
+            if read.came and not read.spent and bool(read.again) in again]
 
 
 def _slots(kind: str, unit: int, microbatch: int, exists: bool) -> tuple[Slot, ...]:
@@ -202,7 +206,7 @@ def _cut(item: Instruction, table: Table) -> Effects:
 def _travel(item: Instruction, table: Table) -> Effects:
     trip = trip_of(item, table)
     return Effects(GROUPS[item.group].lane, (trip.source, *trip.counts), (trip.target,),
-                   frees=(trip.source,) if trip.tensor.grad else (), groups=(item.group,))
+                   frees=(trip.source,) if trip.back or trip.tensor.leaves else (), groups=(item.group,))
 
 
 # ---- parameters and gradients
@@ -223,9 +227,11 @@ def _gather(item: Instruction, table: Table, _: int) -> Effects:
 
 
 def _release(item: Instruction, table: Table, _: int) -> Effects:
-    if item.of_slot:
+    if item.of_slot and item.kind in PARTS:
         return _cut(item, table)
-    return Effects("compute", frees=(Slot(SlotKind.PARAM, item.unit),))
+    if item.of_slot and not comes_again(item.slot, table):
+        raise KeyError(f"{item}: it does not come again")
+    return Effects("compute", frees=(item.slot if item.of_slot else Slot(SlotKind.PARAM, item.unit),))
 
 
 def _reduce(item: Instruction, table: Table, _: int) -> Effects:

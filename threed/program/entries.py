@@ -26,11 +26,14 @@ class MadeTensor(NamedTuple):
     # EXCHANGE: (tensor, how many units before this one its maker is) of the rows that a rank gives to each,
     # and takes of each; none: equally many.
     counts: tuple[tuple[str, int], ...] = ()
+    # GATHER: whether it may travel twice. It stays until its maker's BACKWARD, RELEASE may free what arrives,
+    # which then comes again, and the gradient of both is in fp32.
+    again: bool = False
 
     @property
     def leaves(self) -> bool:
         """Whether it is freed once it has left. (Without a gradient it stays until its maker's BACKWARD.)"""
-        return self.over != "" and self.grad
+        return self.over != "" and self.grad and not self.again
 
 
 class ReadTensor(NamedTuple):
@@ -42,6 +45,9 @@ class ReadTensor(NamedTuple):
     grad: bool = True  # as its maker's
     came: bool = False  # whether it has travelled, with a gradient: this unit's BACKWARD frees it
     spent: bool = False  # came, and forward uses it up: this unit's FORWARD frees it, or its RECOMPUTE
+    # Came, and may come again: RELEASE frees it behind this unit's FORWARD; and the half of its backward that
+    # gives the gradient of its input. The tensor that it comes of; empty: it comes once.
+    again: str = ""
 
 
 class Reduction(NamedTuple):

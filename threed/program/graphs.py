@@ -147,8 +147,8 @@ def _passes(analysis: Analysis, position: int) -> tuple[dict[tuple[int, int], li
             outside.pop(slot, None)
             if slot in maker:
                 alive[maker[slot]].discard(slot)
-                if slot.kind in travels and item.op not in COMPUTE:
-                    gone[maker[slot]].append(slot)
+            if slot.kind in travels and item.op not in COMPUTE:
+                gone[table.units[slot.unit].stage, slot.microbatch].append(slot)
         begun.difference_update(effect.frees)
     return passes, ends, most
 

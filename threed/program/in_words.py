@@ -25,7 +25,9 @@ _HANDED = {
     "picks": "choices of experts", "counts": "numbers of tokens for experts",
     "arriving": "numbers of tokens to come", "routed": "tokens sent to experts",
     "arrived": "tokens at their experts", "answers": "answers of experts",
-    "returned": "answers back at their tokens"}
+    "returned": "answers back at their tokens",
+    # and those of attention as two units (models/layers/overlapped.py)
+    "queries": "queries", "kv": "keys and values", "allkv": "keys and values of all ranks of cp"}
 _KINDS = {"small": "small ones", "adapters": "adapters", "counted": "biases of the choice of experts"}
 
 

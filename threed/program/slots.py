@@ -13,6 +13,9 @@ class Late:
 
     value: Any = None
 
+    def get(self) -> Any:
+        return self.value
+
 
 class Slots:
     """The values of one rank."""

@@ -148,10 +148,10 @@ class Table:
             made = unit.output or Outflow(self.act_bytes, self.act_bytes)
             return made.bytes if slot.kind == SlotKind.ACT else made.grad_bytes
         for handed in unit.makes:
-            if slot.kind in (handed.name, gradient_kind(handed.name)):
-                return handed.bytes
-            if handed.over and slot.kind in (handed.becomes, gradient_kind(handed.becomes)):
-                return handed.arriving_bytes
+            wide = 4 // self.elements.param if handed.again else 1  # a gradient in fp32
+            for name, size in ((handed.name, handed.bytes), (handed.becomes, handed.arriving_bytes)):
+                if slot.kind in (name, gradient_kind(name)):
+                    return size * (1 if slot.kind == name else wide)
         if slot.kind == SlotKind.LOGITS:
             return self.logits.bytes[slot.unit] if self.logits else 0
         sizes: dict[str, int] = {SlotKind.SAVED: unit.saved_bytes, SlotKind.OPERANDS: unit.operand_bytes}

@@ -38,10 +38,11 @@ def _of_slot(table: Table, instruction: Instruction) -> int:
     """Of an exchange: the bytes that leave, if all ranks get equally many."""
     if instruction.kind in PARTS:
         return ring(table.size(instruction.slot), table.cut_over(instruction.kind)[1])
-    made = trip_of(instruction, table).tensor
+    trip = trip_of(instruction, table)
     # Where rows go by counts, one of both sizes is the most that there may be: the other one is expected.
-    rows = min(made.bytes, made.arriving_bytes) if made.by == Op.EXCHANGE else made.arriving_bytes
-    return ring(rows, made.ranks)
+    # What is gathered, and the gradient of that, is the larger of both.
+    size = min if instruction.op == Op.EXCHANGE else max
+    return ring(size(table.size(trip.source), table.size(trip.target)), trip.tensor.ranks)
 
 
 def _reduced_bytes(table: Table, unit: ParameterUnit, step: Reduction) -> int:

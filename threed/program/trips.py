@@ -10,6 +10,12 @@ A tensor that travels is made by its unit's FORWARD, and the next instruction ta
 What has left is freed, what has come is freed by the BACKWARD of the unit that reads it, or where forward
 uses it up by its FORWARD or RECOMPUTE. RECOMPUTE makes neither again. Without a gradient both stay until
 their maker's BACKWARD; in a program that only runs forward, until their last reader's FORWARD.
+
+A tensor may be gathered twice (spec.travel.Gathered.again), so that what has come need not stay in between:
+
+    FORWARD u3 m1   GATHER kv u3 m1 (keys)   FORWARD u4 m1   RELEASE allkv u3 m1
+    GATHER kv u3 m1 (keys)   BACKWARD_INPUT u4 m1                          what has come is freed once more
+    REDUCE gallkv u3 m1 (keys)   BACKWARD_WEIGHT u4 m1   BACKWARD u3 m1    what has left is freed
 """
 
 from __future__ import annotations
@@ -56,6 +62,27 @@ def leaving(item: Instruction, table: Table) -> list[Instruction]:
     came = [read for read in unit.reads if read.came and item.op in (Op.BACKWARD, Op.BACKWARD_INPUT)]
     return [Instruction(back(each.by), read.unit, item.microbatch, gradient_kind(read.name), group=each.over)
             for read in came for each in table.units[read.unit].makes if each.becomes == read.name]
+
+
+def releasing(item: Instruction, table: Table) -> list[Instruction]:
+    """The instructions that free what a FORWARD has read, and what comes again."""
+    return [Instruction(Op.RELEASE, read.unit, item.microbatch, read.name)
+            for read in table.units[item.unit].reads if read.again and item.op == Op.FORWARD]
+
+
+def comes_again(slot: Slot, table: Table) -> bool:
+    """Whether RELEASE may free a slot."""
+    makes = table.units[slot.unit].makes if 0 <= slot.unit < len(table.units) else ()
+    return slot.microbatch >= 0 and any(each.again and each.becomes == slot.kind for each in makes)
+
+
+def returning(item: Instruction, table: Table) -> list[Instruction]:
+    """The instructions that bring what a compute instruction reads for the second time."""
+    if item.op not in (Op.RECOMPUTE, Op.BACKWARD, Op.BACKWARD_INPUT):
+        return []
+    return [Instruction(Op.GATHER, read.unit, item.microbatch, read.again, group=each.over)
+            for read in table.units[item.unit].reads if read.again
+            for each in table.units[read.unit].makes if each.name == read.again]
 
 
 def came_over(slot: Slot, table: Table) -> str | None:

@@ -87,6 +87,8 @@ class ParallelConfig:
     cp_order: str = key("zigzag", "which tokens of a sequence each of them has", choices={
         "zigzag": "two chunks, equal work in sequences of one document",
         "documents": "chunks by each sequence's documents, nearly equal work in them"})
+    cp_overlap: bool = key(False, "attention is two units, and keys and values travel between them, beside "
+                           "other computation; backward gathers them again")
     ep: int = key(1, "expert-parallel ranks: runs of ranks of dp x tp, each of which holds all experts of a "
                   "layer", least=1)
     pair: bool = key(False, "a forward and a backward of different micro-batches are computed together, so "

@@ -18,6 +18,9 @@ class Gathered(NamedTuple):
 
     becomes: str  # the tensor that later layers read
     over: str  # the group, one inside a pipeline position, such as "dp"
+    # Twice: what leaves stays. What comes may be freed behind its reader's forward, and gathered again before
+    # the reader's backward. Its gradient is summed in fp32, whatever its dtype.
+    again: bool = False
 
     by = "GATHER"
     gives = takes = ""
@@ -43,7 +46,7 @@ class Exchanged(NamedTuple):
     takes: str = ""
     extra: int = 0
 
-    by = "EXCHANGE"
+    by, again = "EXCHANGE", False
 
     def bytes(self, size: int, ranks: int) -> int:
         return size

@@ -20,6 +20,7 @@ from threed.tensor import fused_loss
 from threed.tensor.documents import Documents, attend, outside, rotate_at
 from threed.tensor.fused import Fused, rotate
 from threed.tensor.fused_loss import CHUNK, Chunks, LossKernels
+from threed.tensor.gathered import attend_to_gathered
 from threed.tensor.heads import to_heads, to_tokens
 from threed.tensor.keys import Shared, attend_to_all, keys_of_all
 from threed.tensor.layers import (
@@ -132,6 +133,7 @@ class Context:
     numbers = staticmethod(numbers)
     outside = staticmethod(outside)
     keys_of_all = staticmethod(keys_of_all)
+    attend_to_gathered = staticmethod(attend_to_gathered)
     to_heads = staticmethod(to_heads)
     to_tokens = staticmethod(to_tokens)
     experts: ClassVar[Any] = expert_operations  # of layers with experts

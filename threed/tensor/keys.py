@@ -12,7 +12,7 @@ heads, E head size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -35,15 +35,24 @@ class Shared(NamedTuple):
         own = torch.stack(parts)
         every = own.new_empty(self.group.size(), *own.shape)
         self.group.all_gather(every, own).wait()
-        return in_order(every.unbind(), self.places.deals, 3, 1)
+        return of_all(every, self.places)
 
     def summed(self, whole: torch.Tensor) -> torch.Tensor:
         """Of the sum of all ranks' tensors [parts, B, K, S, E], this rank's tokens, [parts, B, K, s, E]."""
-        ranks = zip(*self.places.deals, strict=True)
-        every = torch.stack([taken(whole, rows, 3, 1) for rows in ranks])
+        every = of_each(whole, self.places)
         own = torch.empty_like(every[0])
         self.group.reduce_scatter(own, every).wait()
         return own
+
+
+def of_all(every: torch.Tensor, places: Places) -> torch.Tensor:
+    """The keys and values of each rank, [ranks, 2, B, K, s, E], as of all tokens, [2, B, K, S, E]."""
+    return in_order(every.unbind(), places.deals, 3, 1)
+
+
+def of_each(whole: torch.Tensor, places: Places) -> torch.Tensor:
+    """And back."""
+    return torch.stack([taken(whole, rows, 3, 1) for rows in zip(*places.deals, strict=True)])
 
 
 class _Block(NamedTuple):
@@ -89,44 +98,58 @@ class _ToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shared: Shared,
                 documents: Documents | None, keep: bool):
-        use = ctx.kernel = shared.kernel(q.device, q.dtype, q.shape[3], q.shape[1] > k.shape[1])
-        ctx.shared, ctx.blocks = shared, [*_blocks(shared.places, documents, use.rows)]
-        size, heads, length, width = q.shape
-        out = q.new_empty(size, length, heads, width).transpose(1, 2)  # in memory as a kernel's output
-        keys, values = whole = shared.gathered(k, v)
-        every = list[torch.Tensor]()
-        for block in ctx.blocks:
-            part, kept = use.forward(block.of(q), block.of_keys(keys), block.of_keys(values))
-            block.of(out).copy_(part)
-            every += kept
-        ctx.save_for_backward(q, k, v, out, whole if keep else None, *every)
+        ctx.shared, ctx.work = shared, Rectangles.of(q, k, shared, documents)
+        whole = shared.gathered(k, v)
+        out, kept = ctx.work.forward(q, whole)
+        ctx.save_for_backward(q, k, v, out, whole if keep else None, *kept)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor):
-        q, k, v, out, whole, *every = ctx.saved_tensors
-        shared, use = ctx.shared, ctx.kernel
-        whole = shared.gathered(k, v) if whole is None else whole
-        of_q, sums = torch.empty_like(q), torch.zeros_like(whole, dtype=torch.float32)
-        each = len(every) // len(ctx.blocks)
-        for number, block in enumerate(ctx.blocks):
-            kept = tuple(every[number * each:(number + 1) * each])
-            made = _backward(use, block, grads[0], (q, *whole, out), kept, of_q)
-            for into, part in zip(sums, made, strict=True):
-                block.of_keys(into).add_(part)
+        q, k, v, out, whole, *kept = ctx.saved_tensors
+        whole = ctx.shared.gathered(k, v) if whole is None else whole
+        of_q, sums = ctx.work.backward(grads[0], q, whole, out, kept)
         del whole
-        of_k, of_v = shared.summed(sums)
+        of_k, of_v = ctx.shared.summed(sums)
         return of_q, of_k.to(k.dtype), of_v.to(v.dtype), None, None, None
 
 
-def _backward(use: Rectangle, block: _Block, grad: torch.Tensor, given: tuple[torch.Tensor, ...],
-              kept: tuple[torch.Tensor, ...], of_q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradients of a block's keys and values; that of its queries is written to `of_q`."""
-    q, keys, values, out = given
-    part, of_k, of_v = use.backward(block.of(grad), block.of(q), block.of_keys(keys), block.of_keys(values),
-                                    block.of(out), kept)
-    block.of(of_q).copy_(part)
-    return of_k, of_v
+class Rectangles(NamedTuple):
+    """Attention of this rank's queries to the keys of all tokens, block by block."""
+
+    use: Rectangle
+    blocks: list[_Block]
+
+    @classmethod
+    def of(cls, q: torch.Tensor, k: torch.Tensor, shared: Shared, documents: Documents | None) -> Rectangles:
+        """`k`: keys of any tokens, [..., K, any, E]."""
+        use = shared.kernel(q.device, q.dtype, q.shape[3], q.shape[1] > k.shape[-3])
+        return cls(use, [*_blocks(shared.places, documents, use.rows)])
+
+    def forward(self, q: torch.Tensor, whole: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """[B, N, s, E], keys and values [2, B, K, S, E] -> the output [B, N, s, E], what backward needs."""
+        size, heads, length, width = q.shape
+        out = q.new_empty(size, length, heads, width).transpose(1, 2)  # in memory as a kernel's output
+        every = list[torch.Tensor]()
+        for block in self.blocks:
+            part, kept = self.use.forward(block.of(q), *map(block.of_keys, whole))
+            block.of(out).copy_(part)
+            every += kept
+        return out, every
+
+    def backward(self, grad: torch.Tensor, q: torch.Tensor, whole: torch.Tensor, out: torch.Tensor,
+                 every: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """The gradients of the queries, and of all keys and values, these in fp32. `every`: what forward has
+        said that this needs."""
+        of_q, sums = torch.empty_like(q), torch.zeros_like(whole, dtype=torch.float32)
+        each = len(every) // len(self.blocks)
+        for number, block in enumerate(self.blocks):
+            part, *made = self.use.backward(block.of(grad), block.of(q), *map(block.of_keys, whole),
+                                            block.of(out), tuple(every[number * each:(number + 1) * each]))
+            block.of(of_q).copy_(part)
+            for into, more in zip(sums, made, strict=True):
+                block.of_keys(into).add_(more)
+        return of_q, sums
 
 
 def keys_of_all(k: torch.Tensor, v: torch.Tensor, shared: Shared) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.utils.checkpoint import checkpoint
+
+T = TypeVar("T")
 
 
 class UnsavedMemory(NamedTuple):
@@ -61,7 +63,7 @@ class SavingPolicy:
         finally:
             del self._recipes[before:]
 
-    def through(self, piece: str, function: Callable[..., torch.Tensor], *inputs: Any) -> torch.Tensor:
+    def through(self, piece: str, function: Callable[..., T], *inputs: Any) -> T:
         """function(*inputs), which saves only its inputs if pieces of this kind are computed again."""
         if not self.again(piece):
             return function(*inputs)
@@ -69,8 +71,13 @@ class SavingPolicy:
 
     def keeping(self, places: Sequence[UnsavedMemory]) -> AbstractContextManager[Any]:
         """The context of a unit's forward."""
-        return torch.autograd.graph.saved_tensors_hooks(lambda t: self._pack(t, places), self._unpack) \
-            if places or self.pieces else nullcontext()
+        return self._hooked([*places]) if places or self.pieces else nullcontext()
+
+    @contextmanager
+    def _hooked(self, places: list[UnsavedMemory]) -> Iterator[None]:
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: self._pack(t, places), self._unpack):
+            yield
+        places.clear()  # autograd holds the hooks until backward
 
     @contextmanager
     def without_parameters(self) -> Iterator[None]:
@@ -87,8 +94,8 @@ class SavingPolicy:
             if _view_of(tensor) == _view_of(output):
                 return _Recipe(make)
         for place in places:
-            offset = tensor.data_ptr() - place.start.data_ptr()
-            if 0 <= offset < place.start.nbytes and tensor.device == place.start.device:
+            offset = _offset(tensor, place.start)
+            if 0 <= offset < place.start.nbytes:
                 return _Part(place.again, offset // tensor.itemsize, tensor.shape, tensor.stride(),
                              tensor.dtype, tensor.device)
         # An operation's own result would hold the operation, which holds what it saves: a ring that nobody
@@ -105,6 +112,14 @@ class SavingPolicy:
             whole = kept.again()
             return whole.as_strided(kept.size, kept.stride, whole.storage_offset() + kept.offset)
         return kept
+
+
+def _offset(tensor: torch.Tensor, start: torch.Tensor) -> int:
+    """Bytes from the start of some memory to a tensor; -1 in other memory. (Tensors without memory have
+    storages, but no addresses.)"""
+    if tensor.untyped_storage()._cdata != start.untyped_storage()._cdata:
+        return -1
+    return int(tensor.storage_offset() * tensor.itemsize - start.storage_offset() * start.itemsize)
 
 
 def _view_of(tensor: torch.Tensor) -> object:

@@ -26,13 +26,15 @@ from threed.models.layers.handing import handing
 from threed.models.tiling import layers_of, new_layers, share_of
 from threed.program.entries import gradient_of
 from threed.program.instruction import WHOLES, Instruction, Op, Slot, SlotKind
-from threed.program.slots import Slots
+from threed.program.slots import Late, Slots
 from threed.program.table import Table
 from threed.schema import Config
+from threed.tensor import leaves as leaves_of
 from threed.tensor.context import Batch, Context
 from threed.tensor.halves import ByGraph, Halves
 from threed.tensor.loss_sum import addend
 from threed.tensor.packing import Packed, PackedStream, Packs, Whole
+from threed.tensor.saving import UnsavedMemory
 
 
 class KeptInputs(Protocol):
@@ -86,25 +88,8 @@ class SavedGraph(NamedTuple):
     # Roots of its output, of the tensors for later units, and of its loss, those that it has; None where no
     # parameter trains, and no input has a gradient.
     roots: list[Any]
-
-
-class _Spent(torch.autograd.Function):
-    """A leaf with the values of another tensor, which the graph does not hold unless a node of it does."""
-
-    @staticmethod
-    def forward(ctx: Any, leaf: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grads[0], None
-
-
-def _like(tensor: torch.Tensor) -> torch.Tensor:
-    """A leaf of the same shape and dtype, without memory of its own. (A gradient has the strides of its leaf
-    where there is nothing in it.)"""
-    leaf = tensor.new_empty(()).expand(tensor.shape) if tensor.numel() else torch.empty_like(tensor)
-    return leaf.requires_grad_()
+    # Of what has come, and comes again: where the graph finds it while BACKWARD runs.
+    again: dict[Slot, Late]
 
 
 def built(config: Config, table: Table, units: Iterable[int], context: Context,
@@ -120,10 +105,11 @@ class PipelineRun:
 
     def __init__(self, comm: Comm, table: Table, layers: Mapping[int, list[Layer]], context: Context,
                  stream: Callable[[int], PackedStream],
-                 keeping: Callable[[int], AbstractContextManager[Any]], inputs: KeptInputs):
-        """`layers`: unit -> its layers, as `built`. `stream`: as `streams`. `keeping`: a unit -> the context
-        in which its FORWARD runs, which says how autograd keeps its parameters. `inputs`: storage of kept
-        inputs."""
+                 keeping: Callable[[int, Sequence[UnsavedMemory]], AbstractContextManager[Any]],
+                 inputs: KeptInputs):
+        """`layers`: unit -> its layers, as `built`. `stream`: as `streams`. `keeping`: a unit, and memory
+        that is reused before its backward -> the context in which its FORWARD runs, which says how autograd
+        keeps that and its parameters. `inputs`: storage of kept inputs."""
         self.comm, self.table, self.layers, self.weight_grads = comm, table, layers, context.weight_grads
         self.position = comm.here.position
         self.dtype = context.dtype
@@ -202,7 +188,7 @@ class PipelineRun:
         named = {each.name: not_none(tensor) for each, tensor in zip(makes, handed, strict=True)}
         output = Out(made, named, loss, logits, count, penalty)
         for each in makes:
-            if not again or (each.grad and not each.leaves):
+            if not again or (each.grad and not each.over):
                 value = output.makes[each.name].detach()
                 slots.put(Slot(each.name, unit, microbatch),
                           self.runner.leaving(value) if each.over else value)
@@ -223,17 +209,21 @@ class PipelineRun:
         about = {Slot(each.name, each.unit, microbatch): each for each in self.table.units[unit].reads}
         graded = {slot for slot, each in about.items() if each.grad}
         spent = {slot for slot, each in about.items() if each.spent}
-        reads = {slot: _like(value) if slot in spent else value.detach().requires_grad_(slot in graded)
-                 for slot, value in given.items()}
-        with torch.enable_grad(), self.keeping(unit):
-            inputs = {slot: _Spent.apply(leaf, given[slot]) if slot in spent else leaf
+        again = {slot: Late() for slot, each in about.items() if each.again}
+        reads = {slot: leaves_of.like(value) if slot in spent else leaves_of.wide(value) if slot in again else
+                 value.detach().requires_grad_(slot in graded) for slot, value in given.items()}
+        unsaved = [UnsavedMemory(given[slot], late.get) for slot, late in again.items()]
+        with torch.enable_grad(), self.keeping(unit, unsaved):
+            inputs = {slot: leaves_of.spent(leaf, given[slot]) if slot in spent else leaf
                       for slot, leaf in reads.items()}
             output = self._compute(unit, batch, value, inputs)
+        for slot in again:  # its values may be freed, and come again
+            leaves_of.free(reads[slot])
         roots = self.stream(unit).roots(output.x) if unit < self.table.last else []
         roots += [output.makes[each.name] for each in self.table.units[unit].makes if each.grad]
         roots += [] if (trained := _sum(output.loss, output.penalty)) is None else [trained]
         graded_leaves = {slot: leaf for slot, leaf in reads.items() if slot in graded}
-        return output, SavedGraph(leaves, graded_leaves, list(map(_root, roots)))
+        return output, SavedGraph(leaves, graded_leaves, list(map(_root, roots)), again)
 
     def _compute(self, unit: int, batch: Batch, x: Any,
                  reads: dict[Slot, torch.Tensor]) -> Out:
@@ -293,9 +283,13 @@ class PipelineRun:
         begun = [slots.get(slot) if slot in slots else None for slot in sums]
         passes_on = unit == 0 or self.table.units[unit].adds  # no gradient of the input is computed
         grads = self._grads(unit, microbatch, slots)
+        again = [slots.get(Slot(read.name, read.unit, microbatch)) for read in self.table.units[unit].reads
+                 if read.again]
 
         def body(*inputs: torch.Tensor) -> tuple[Tensors, Any]:
             before = iter(inputs[len(grads):])
+            for late in saved.again.values():
+                late.value = next(before)
             for leaf, sum_ in zip(saved.reads.values(), begun, strict=True):
                 leaf.grad = next(before) if sum_ is not None else None  # autograd adds to it in place
             roots = [root for root in saved.roots if root is not None]
@@ -312,9 +306,12 @@ class PipelineRun:
             outputs += [self.stream(unit - 1).gradient(saved.x)] if saved.x else []
             for leaf in (*saved.reads.values(), *saved.x):
                 leaf.grad = None
+            for late in saved.again.values():
+                late.value = None
             return outputs, operands
 
-        tensors, operands = self.runner.run([*grads, *(each for each in begun if each is not None)], body)
+        tensors, operands = self.runner.run([*grads, *again, *(each for each in begun if each is not None)],
+                                            body)
         came = [read.came for read in self.table.units[unit].reads if read.grad]
         for slot, value, leaves in zip(sums, tensors, came, strict=False):
             slots.put(slot, self.runner.leaving(not_none(value)) if leaves else value)
@@ -344,8 +341,10 @@ class PipelineRun:
         grads = list[torch.Tensor]()
         if unit < self.table.last:
             grads = self.stream(unit).gradients(slots.get(Slot(SlotKind.GRAD, unit, microbatch)))
-        made = [Slot(each.name, unit, microbatch) for each in held.makes if each.grad]
-        grads += [slots.get(gradient_of(slot)) for slot in made]
+        made = [(Slot(each.name, unit, microbatch), each) for each in held.makes if each.grad]
+        # The gradient of what travels twice is in fp32.
+        grads += [slots.get(gradient_of(slot)).to(slots.get(slot).dtype) if each.again else
+                  slots.get(gradient_of(slot)) for slot, each in made]
         return [*grads, *([self.loss_grad] if held.loss else [])]
 
     def _mark(self, unit: int, slots: Slots) -> None:

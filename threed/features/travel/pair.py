@@ -11,8 +11,8 @@ weights' gradients, too. Instructions are moved, and none changes what it comput
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
-from itertools import groupby, pairwise
+from collections.abc import Collection, Iterator, Sequence
+from itertools import chain, groupby, pairwise
 from typing import NamedTuple
 
 from threed.program.effects import Effects, effects
@@ -20,7 +20,7 @@ from threed.program.instruction import BACKWARDS, COMPUTE, Instruction, Op, Prog
 from threed.program.link import follow
 from threed.program.pairs import cost_in_pair
 from threed.program.table import Table
-from threed.program.trips import leaving
+from threed.program.trips import leaving, returning
 from threed.schedules.arrange import LaneTask, arrange
 from threed.schedules.orders import Task, needs
 
@@ -139,10 +139,12 @@ class _Walk:
         moves = self.moves and any(leaving(item, self.table) for item in items)
         if moves:
             items = [half for item in items for half in self.halves(item)]
-        items = [each for item in items for each in (item, *leaving(item, self.table))]
+        again = self.brought(items)
+        items = [each for index, item in enumerate(items)
+                 for each in (*again.get(index, ()), item, *leaving(item, self.table))]
         seen = [effects(item, self.table, position) for item in items]
         before: list[set[int]] = [set() for _ in items]
-        also = _one_ahead(items) if moves else _in_turn(items)
+        also = (_one_ahead(items, [*chain(*again.values())]) if moves else _in_turn(items))
         for earlier, later in (*follow(enumerate(seen), ()).pairs, *_added(seen), *also):
             before[later].add(earlier)
         jobs = [LaneTask(cost_in_pair(item, self.table), effect.lane, tuple(sorted(mine)))
@@ -154,6 +156,12 @@ class _Walk:
                 task = _task(item, self.table)
                 ends[task] = max(ends.get(task, 0.0), end)
         return _Timed([items[index] for index in best.order if items[index].op in COMPUTE], best.span, ends)
+
+    def brought(self, items: Sequence[Instruction]) -> dict[int, list[Instruction]]:
+        """Index -> the instructions that bring again what it is the first to need."""
+        first = {item.turn: index for index, item in reversed([*enumerate(items)])
+                 if returning(item, self.table)}
+        return {index: returning(items[index], self.table) for index in first.values()}
 
     def halves(self, item: Instruction) -> list[Instruction]:
         """The two halves of a backward that has gradients of weights; any other instruction as it is."""
@@ -197,12 +205,12 @@ def _in_turn(items: Sequence[Instruction]) -> Iterator[tuple[int, int]]:
     return pairwise(index for index, item in enumerate(items) if item.op in COMPUTE)
 
 
-def _one_ahead(items: Sequence[Instruction]) -> Iterator[tuple[int, int]]:
-    """(earlier, later): a RECOMPUTE waits for the second-last backward before it. Recomputing everything at
-    once would take the memory that recomputation saves."""
+def _one_ahead(items: Sequence[Instruction], again: Collection[Instruction]) -> Iterator[tuple[int, int]]:
+    """(earlier, later): a RECOMPUTE waits for the second-last backward before it, and so does what brings
+    tensors again. Recomputing or gathering everything at once would take the memory that this saves."""
     ends: list[int] = []
     for index, item in enumerate(items):
-        if item.op == Op.RECOMPUTE and len(ends) > 1:
+        if len(ends) > 1 and (item.op == Op.RECOMPUTE or item in again):
             yield ends[-2], index
         elif item.op in (Op.BACKWARD, Op.BACKWARD_INPUT):
             ends.append(index)

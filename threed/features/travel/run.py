@@ -32,7 +32,8 @@ class TravelRun:
         self._trips: dict[Instruction, Trip] = {}
 
     def handlers(self) -> dict[Op, Callable[[Instruction, Slots], Job | None]]:
-        return dict.fromkeys((Op.GATHER, Op.REDUCE, Op.EXCHANGE), self.move)
+        return {**dict.fromkeys((Op.GATHER, Op.REDUCE, Op.EXCHANGE), self.move),
+                Op.RELEASE: lambda *_: None}  # the engine frees the slot
 
     def move(self, instruction: Instruction, slots: Slots) -> Job | None:
         """The job that takes a tensor to other ranks. How many rows come may be known only when it runs: on a

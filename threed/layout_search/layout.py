@@ -34,7 +34,7 @@ KEYS = {
 def without_cp(fixed: Mapping[str, Any]) -> dict[str, Any] | None:
     """The same fields, of layouts in which each rank has all tokens of its sequences; None where parallel.cp
     is among them."""
-    return None if "cp" in fixed else {**fixed, "cp": 1, "cp_form": "keys"}
+    return None if "cp" in fixed else {**fixed, "cp": 1, "cp_form": "keys", "cp_overlap": False}
 
 
 def sends_often(zero: Layout | ZeroConfig) -> bool:

@@ -38,8 +38,8 @@ test: $(if $(ARGS),$(STAMP),lint) ## lint, then the core of the tests: under 5 m
 	$(PARALLEL) --maxprocesses 4 $(TIER) $(ARGS)
 
 verify: $(STAMP) ## the other tests, some of the cases where there are many; its budget is 35 minutes on 2 cores
-	$(PARALLEL) --maxprocesses 4 --ignore $(TIMES) $(call CASES,6) $(TIER) $(ARGS)
-	$(if $(filter tests/%,$(ARGS)),,$(PARALLEL) --maxprocesses 4 -p tests.fakecuda.everywhere --ignore $(TIMES) $(call CASES,4) tests/loopback $(ARGS))
+	$(PARALLEL) --maxprocesses 4 --ignore $(TIMES) $(call CASES,4) $(TIER) $(ARGS)
+	$(if $(filter tests/%,$(ARGS)),,$(PARALLEL) --maxprocesses 4 -p tests.fakecuda.everywhere --ignore $(TIMES) $(call CASES,3) tests/loopback $(ARGS))
 	$(if $(ARGS),,OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(TIMES))
 
 matrix: $(STAMP) ## everything: test, verify, every cell of the contract, full products (hours)

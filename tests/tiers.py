@@ -3,7 +3,7 @@
     make test     core: tests/plan, tests/data, tests/*.py, and what is marked `core`; at every change
     make verify   what `make test` leaves out, but for `slow`; before a merge
                   (tests/loopback with fake GPUs, core or not; docs/fake-gpus.md). Of a test with more than
-                  six cases (with fake GPUs, four) it runs six and an eighth of the others, always
+                  four cases (with fake GPUs, three) it runs four and an eighth of the others, always
                   the same
     make matrix   everything, with the full products that are marked `slow`; when plans or numbers change
 

@@ -13,6 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SMALLEST = {
+    "foresight.context": "",
     "foresight.offload": "",
     "foresight.published": "",
     "foresight.regret": "--hardware cpu-core --layouts 2 --ranks 2",

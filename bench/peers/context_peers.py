@@ -30,8 +30,8 @@ from threed.tensor.precision import Precision
 _ops: Any = torch.ops.aten
 
 
-def peer(attention: type[Peer]):
-    """The executor with this attention."""
+def peer(attention: type[Context]):
+    """The executor of layers whose context has another attention."""
     def make(config: Config, comm: Comm) -> Step:
         context = attention(config.model, comm.groups, False, Precision.of(config.precision).compute,
                             WeightGrads(), tokens=(comm.rank, comm.mesh.size))
@@ -41,17 +41,6 @@ def peer(attention: type[Peer]):
         return lambda data: step([batch.at(context.places()) for batch in data])
 
     return make
-
-
-class Peer(Context):
-    """Layers' context with another attention."""
-
-    def attend(self, q_BNSE: torch.Tensor, k_BKSE: torch.Tensor, v_BKSE: torch.Tensor,
-               batch: Batch) -> torch.Tensor:
-        return self.over_ranks(q_BNSE, k_BKSE, v_BKSE)
-
-    def over_ranks(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
 
 
 # ---------------------------------------------------------------- keys that are gathered
@@ -77,11 +66,12 @@ class _Gathered(torch.autograd.Function):
         return tuple(takes.sum(0).unbind())
 
 
-class GatheredKeys(Peer):
-    def over_ranks(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        k, v = _Gathered.apply(k, v)
+class GatheredKeys(Context):
+    def attend(self, q_BNSE: torch.Tensor, k_BKSE: torch.Tensor, v_BKSE: torch.Tensor,
+               batch: Batch) -> torch.Tensor:
+        k, v = _Gathered.apply(k_BKSE, v_BKSE)
         parts = []
-        for part, run in zip(q.chunk(2, 2), self.places().own[0]):
+        for part, run in zip(q_BNSE.chunk(2, 2), self.places().own[0]):
             seen = torch.ones(len(run), run.stop, dtype=torch.bool).tril(run.start)
             parts.append(F.scaled_dot_product_attention(part, k[:, :, :run.stop], v[:, :, :run.stop], seen))
         return torch.cat(parts, 2)
@@ -172,6 +162,7 @@ def _merge(out: torch.Tensor, log_sums: torch.Tensor, part: torch.Tensor, sums: 
     log_sums.copy_(both)
 
 
-class Ring(Peer):
-    def over_ranks(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return _Ring.apply(q, k, v)  # pyright: ignore[reportReturnType]
+class Ring(Context):
+    def attend(self, q_BNSE: torch.Tensor, k_BKSE: torch.Tensor, v_BKSE: torch.Tensor,
+               batch: Batch) -> torch.Tensor:
+        return _Ring.apply(q_BNSE, k_BKSE, v_BKSE)  # pyright: ignore[reportReturnType]

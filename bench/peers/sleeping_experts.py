@@ -20,7 +20,7 @@ import json
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
@@ -166,24 +166,34 @@ class Results(NamedTuple):
     cpu_s: float  # processor time that the rank used
 
 
-def serve(rank: int, store: str, cases: Sequence[Case], work: Work, repeat: int, pipe: Any) -> None:
+class Kind(NamedTuple):
+    """What travels in a bench, and how it is measured."""
+
+    ranks: int  # of a position
+    config_of: Callable[[Case], Config]
+    planned: Callable[[Case, Any], Planned]
+    engine: type[Threed]
+
+
+def serve(rank: int, store: str, kind: Kind, cases: Sequence[Case], work: Any, repeat: int,
+          pipe: Any) -> None:
     """Body of a process: send the results of each case through `pipe`, or what went wrong."""
     torch.set_num_threads(1)
     try:
-        mesh, opened = make_mesh(config_of(cases[0])), set[tuple[int, int, str]]()
+        mesh, opened = make_mesh(kind.config_of(cases[0])), set[tuple[int, int, str]]()
         comm = ProcessComm(mesh, rank, torch.device("cpu"), TIMEOUT_S, file_store(store, mesh.size))
         for case in cases:
-            pipe.send(measure(case, work, repeat, comm, opened))
+            pipe.send(measure(kind, kind.planned(case, work), repeat, comm, opened))
         comm.close()
     except BaseException:
         pipe.send(traceback.format_exc())
 
 
-def measure(case: Case, work: Work, repeat: int, comm: ProcessComm,
+def measure(kind: Kind, planned: Planned, repeat: int, comm: ProcessComm,
             opened: set[tuple[int, int, str]]) -> Results:
     """Steps, after one without sleeps, not counted, for what is set up at first use."""
-    used, planned = time.process_time(), Planned(case, work)
-    ours = Threed(planned.config, planned.plan, comm, opened, planned.sleeps)
+    used = time.process_time()
+    ours = kind.engine(planned.config, planned.plan, comm, opened, planned.sleeps)
     transfers, steps = ping_pong(comm), []
     for number in range(1 + repeat):
         nap.on = number > 0
@@ -233,9 +243,16 @@ class Row(NamedTuple):
     others: float  # share of the machine's processors that was busy with other work
 
 
-def sum_up(case: Case, work: Work, ranks: Sequence[Results], busy: float) -> Row:
-    """`busy`: share of the machine's processors."""
-    planned = Planned(case, work)
+class Summary(NamedTuple):
+    """Of a case, on all ranks."""
+
+    transfer_s: float
+    ideal_s: float
+    threed: Side
+    traced: list[tuple[Sequence[Instruction], Ran]]  # of each rank and step: its program, and what it took
+
+
+def summary(planned: Planned, ranks: Sequence[Results]) -> Summary:
     mesh, programs = make_mesh(planned.config), planned.plan.programs["train"]
     transfer_s = median(ranks[0].transfers)
 
@@ -246,24 +263,38 @@ def sum_up(case: Case, work: Work, ranks: Sequence[Results], busy: float) -> Row
                 planned.simulated(averaged(*replicas), transfer_s=transfer_s))
 
     ours = side(list(zip(*(rank.steps for rank in ranks), strict=True)), simulated)
-    traced = [(programs[mesh.coordinate(rank).position], ran) for rank, result in enumerate(ranks)
-              for ran in result.steps]
-    middle = [Steady.of(program, ran) for program, ran in traced]
+    return Summary(transfer_s, planned.ideal_s, ours, [
+        (programs[mesh.coordinate(rank).position], ran) for rank, result in enumerate(ranks)
+        for ran in result.steps])
+
+
+def row(case: Case, seen: Summary, busy: float) -> Row:
+    """`busy`: share of the machine's processors."""
+    middle = [Steady.of(program, ran) for program, ran in seen.traced]
     whole = [sum(took for item, took in zip(program, ran.seconds, strict=True) if item.op in COMPUTE)
-             / (ran.end - ran.begin) for program, ran in traced]
-    return Row(case, transfer_s, planned.ideal_s, ours,
+             / (ran.end - ran.begin) for program, ran in seen.traced]
+    return Row(case, seen.transfer_s, seen.ideal_s, seen.threed,
                1 - sum(each.waited_s for each in middle) / sum(each.exchanged_s for each in middle),
                fmean(each.computed_s / each.span_s for each in middle), 1 - fmean(whole), busy)
 
 
-def run(cases: Sequence[Case], work: Work, repeat: int) -> Iterator[Row]:
-    with on_ranks(EP * cases[0].p, serve, cases, work, repeat) as pipes:
+def summaries(kind: Kind, cases: Sequence[Case], work: Any,
+              repeat: int) -> Iterator[tuple[Case, Summary, float]]:
+    """Each case as it ends, and the share of the machine's processors that was busy with other work."""
+    with on_ranks(kind.ranks * cases[0].p, serve, kind, cases, work, repeat) as pipes:
         for case in cases:
             before = processors()
             ranks: list[Results] = [answer(rank, pipe) for rank, pipe in enumerate(pipes)]
             worked, had = (now - then for now, then in zip(processors(), before, strict=True))
             others = max(0.0, worked - sum(rank.cpu_s for rank in ranks)) / max(had, 1e-9)
-            yield sum_up(case, work, ranks, others)
+            yield case, summary(kind.planned(case, work), ranks), others
+
+
+EXPERTS = Kind(EP, config_of, Planned, Threed)
+
+
+def run(cases: Sequence[Case], work: Work, repeat: int) -> Iterator[Row]:
+    return (row(*each) for each in summaries(EXPERTS, cases, work, repeat))
 
 
 HEAD = ("schedule", "ideal ms", "measured ms", "predicted ms", "ratio", "best", "of means", "of unpaired",

@@ -20,24 +20,15 @@ import argparse
 import json
 import sys
 import time
-import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
 from typing import Any, NamedTuple
 
-import torch
-
 from bench.common import (
-    TIMEOUT_S,
-    answer,
     columns,
     machine,
-    on_ranks,
-    processors,
     put_section,
-    start_together,
 )
 from bench.peers import sleeping_experts
 from bench.peers.sleeping_engine import (
@@ -46,17 +37,11 @@ from bench.peers.sleeping_engine import (
     Side,
     Threed,
     Times,
-    averaged,
-    measured,
-    nap,
-    ping_pong,
-    side,
 )
-from bench.peers.sleeping_experts import Case, Results
+from bench.peers.sleeping_experts import Case, Kind, summaries
 from threed.comm.lanes import Job
-from threed.comm.process import ProcessComm, file_store
 from threed.config.load import load
-from threed.planner import make_mesh, make_pipeline, make_table
+from threed.planner import make_pipeline, make_table
 from threed.planner.passes import run_passes
 from threed.program.check import check
 from threed.program.entries import ComputeUnit
@@ -136,27 +121,7 @@ class Keys(Threed):
         return self.exchange(item, slots) if item.of_slot else self._of_units[item.op](item, slots)
 
 
-# ---------------------------------------------------------------- on every rank
-
-
-def serve(rank: int, store: str, cases: Sequence[Case], work: Work, repeat: int, pipe: Any) -> None:
-    """Body of a process: send the results of each case through `pipe`, or what went wrong."""
-    torch.set_num_threads(1)
-    try:
-        mesh, opened = make_mesh(config_of(cases[0])), set[tuple[int, int, str]]()
-        comm = ProcessComm(mesh, rank, torch.device("cpu"), TIMEOUT_S, file_store(store, mesh.size))
-        for case in cases:
-            used, planned = time.process_time(), Planned(case, work)
-            ours = Keys(planned.config, planned.plan, comm, opened, planned.sleeps)
-            transfers, steps = ping_pong(comm), []
-            for number in range(1 + repeat):  # the first does not sleep
-                nap.on = number > 0
-                start_together(comm)
-                steps.append(ours.step())
-            pipe.send(Results(steps[1:], transfers, time.process_time() - used))
-        comm.close()
-    except BaseException:
-        pipe.send(traceback.format_exc())
+KIND = Kind(CP, config_of, Planned, Keys)
 
 
 # ---------------------------------------------------------------- the bench
@@ -201,33 +166,12 @@ class Row(NamedTuple):
     others: float  # share of the machine's processors that was busy with other work
 
 
-def sum_up(case: Case, work: Work, ranks: Sequence[Results], busy: float) -> Row:
-    planned = Planned(case, work)
-    mesh, programs = make_mesh(planned.config), planned.plan.programs["train"]
-    transfer_s = median(ranks[0].transfers)
-
-    def simulated(step: Sequence[Ran]) -> tuple[float, float]:
-        replicas = [measured(programs, [step[rank] for rank in mesh.group("pp", first)])
-                    for first in mesh.group("dp", 0)]
-        return (planned.simulated(*replicas, transfer_s=transfer_s),
-                planned.simulated(averaged(*replicas), transfer_s=transfer_s))
-
-    ours = side(list(zip(*(rank.steps for rank in ranks), strict=True)), simulated)
-    found = [waits(programs[mesh.coordinate(rank).position], ran) for rank, result in enumerate(ranks)
-             for ran in result.steps]
-    hidden = {kind: 1 - sum(each[kind].waited_s for each in found) / sum(each[kind].lane_s for each in found)
-              for kind in found[0]}
-    return Row(case, transfer_s, planned.ideal_s, ours, hidden, busy)
-
-
 def run(cases: Sequence[Case], work: Work, repeat: int) -> Iterator[Row]:
-    with on_ranks(CP * cases[0].p, serve, cases, work, repeat) as pipes:
-        for case in cases:
-            before = processors()
-            ranks: list[Results] = [answer(rank, pipe) for rank, pipe in enumerate(pipes)]
-            worked, had = (now - then for now, then in zip(processors(), before, strict=True))
-            others = max(0.0, worked - sum(rank.cpu_s for rank in ranks)) / max(had, 1e-9)
-            yield sum_up(case, work, ranks, others)
+    for case, seen, others in summaries(KIND, cases, work, repeat):
+        found = [waits(program, ran) for program, ran in seen.traced]
+        hidden = {kind: 1 - sum(each[kind].waited_s for each in found)
+                  / sum(each[kind].lane_s for each in found) for kind in found[0]}
+        yield Row(case, seen.transfer_s, seen.ideal_s, seen.threed, hidden, others)
 
 
 HEAD = ("schedule", "ideal ms", "measured ms", "predicted ms", "ratio", "best", "of means", "hidden: forward",

@@ -42,6 +42,20 @@ def test_bound():
         assert 0.4 * row.full_bytes < max(map(add, fixed, short.working_bytes)) <= row.full_bytes, row
 
 
+@pytest.mark.parametrize("schedule, pp", [("1f1b", 1), ("1f1b", 2), ("zb-h1", 2)])
+@pytest.mark.parametrize("form, overlap", [("keys", False), ("keys", True), ("heads", False)])
+def test_bound_over_cp(form, overlap, schedule, pp):
+    """What comes twice is not there all the time."""
+    base = threed.load("configs/llama3-8b.yaml", ["model.layers=6", "model.seq_len=32768",
+                                                  "train.global_batch_size=4", *QUIET])
+    layout = Layout(1, pp, 1, schedule=schedule, cp=4, cp_form=form, cp_overlap=overlap, shard_size=4)
+    bounds, plan = Bounds(base, H100), analyse(config_of(layout, base))
+    whole = peaks(plan, H100)
+    for least in (bounds.saved_bytes(layout), bounds.working_bytes(layout)):
+        least = map(add, bounds.fixed_bytes(layout), least)
+        assert all(size <= row.total for size, row in zip(least, whole, strict=True))
+
+
 @pytest.mark.parametrize("overrides, units", [
     (["model.layers=12"], 3), (["model.layers=12", "model.tie_embeddings=true", "model.vocab=4096"], 3),
     (["model.layers=13", "parallel.layers_per_unit=3"], 4),

@@ -13,7 +13,6 @@ from threed.layout_search.short_plan import FORWARDS_FIRST, steady_count
 from threed.layout_search.units import UnitBytes, Units
 from threed.planner.facts import make_mesh
 from threed.prediction.peak import groups
-from threed.program.instruction import Op
 from threed.schedules.orders import Task
 from threed.schedules.timed import StageTimes, spans
 
@@ -57,11 +56,9 @@ class Bounds(Units):
 
     def _beside(self, layout: Layout, tasks: Sequence[Task]) -> list[int]:
         """Of each stage: bytes that its backward holds beside what was saved before it, at least."""
-        units, op = layout.of_units(), Op.BACKWARD
-        if any(task.kind == "I" for task in tasks):
-            op = Op.BACKWARD_INPUT
-        held = self.once(("temporaries", units, layout.budgeted, op),
-                         lambda: self.temporaries(units, layout.budgeted, op))
+        units, split = layout.of_units(), any(task.kind == "I" for task in tasks)
+        held = self.once(("temporaries", units, layout.budgeted, split),
+                         lambda: self.temporaries(units, layout.budgeted, split))
         prices, beside = self.prices(layout), []
         for _, stage in self.placed(layout):
             freed, each = 0, []

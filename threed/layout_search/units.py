@@ -20,6 +20,7 @@ from threed.prediction.hardware import Hardware, places
 from threed.prediction.peak import temporaries_of
 from threed.program.analysis import Analysis
 from threed.program.effects import effects
+from threed.program.halves import halves
 from threed.program.instruction import BACKWARDS, Instruction, Op, Slot, SlotKind, Tier
 from threed.program.plan import Plan
 from threed.program.summary import activations, unit_bytes
@@ -79,7 +80,7 @@ class Units(Cuts):
         short = self._short(layout.of_units())
         table = self._all_units(short.table, layout)
         seconds = cost(Plan(table, {}, config_of(layout, self.config)), self.hardware)
-        saved = self._saved(short, layout.budgeted)
+        saved = Counter[int]() if layout.budgeted else saved_by(short)
 
         def of(unit: int, kind: int) -> UnitPrice:
             forward, backward, weight, again = (seconds(0, Instruction(op, unit, 0)) for op in (
@@ -90,9 +91,6 @@ class Units(Cuts):
         kinds = self.few(layout).units
         known = {kind: of(kinds.index(kind), kind) for kind in {*kinds}}
         return [known[kind] for kind in kinds]
-
-    def _saved(self, short: Analysis, budgeted: bool) -> Counter[int]:
-        return Counter() if budgeted else saved_by(short)
 
     def _all_units(self, few: Table, layout: Layout) -> Table:
         """The units of a layout's model, from a table of all of their kinds."""
@@ -132,16 +130,16 @@ class Units(Cuts):
         for unit, kind in enumerate(self.few(layout).units):
             yield {p if few.parameters[p].kind == TIED else (unit, p): p for p in few.units[kind].parameters}
 
-    def temporaries(self, layout: Layout, budgeted: bool, op: Op) -> list[int]:
-        """Of each unit: bytes that its backward holds, beside what its forward has saved."""
+    def temporaries(self, layout: Layout, budgeted: bool, split: bool) -> list[int]:
+        """Of each unit: bytes that its backward holds, beside what its forward has saved. `split`: the first
+        half of it."""
         analysis = self._short(layout)
         table, [program] = analysis.table, analysis.plan.programs["train"]
-        if op == Op.BACKWARD_INPUT:
-            program = tuple(half for item in program for half in (
-                [item._replace(op=each) for each in BACKWARDS[1:]] if item.op == Op.BACKWARD else [item]))
+        if split:
+            program = tuple(half for item in program for half in halves(item, table))
         held = temporaries_of(replace(analysis.plan, programs={"train": [program]}))
-        of = {item.unit: held(item) for item in program if item.op == op}
-        saved = self._saved(analysis, budgeted)
+        of = {item.unit: held(item) for item in program if item.op in (Op.BACKWARD, Op.BACKWARD_INPUT)}
+        saved = Counter[int]() if budgeted else saved_by(analysis)
         # What it reads is there again by then, if forward has not left it.
         return [of.get(kind, 0) + max(0, table.size(Slot(SlotKind.SAVED, kind)) - saved[kind])
                 for kind in self.few(layout).units]
@@ -158,7 +156,8 @@ class Units(Cuts):
 
 
 def saved_by(analysis: Analysis) -> Counter[int]:
-    """Compute unit -> bytes on the device when the first backward begins."""
+    """Compute unit -> bytes on the device when the first backward begins, without what may come twice: it
+    is there by then for the last unit alone."""
     table, alive = analysis.table, set[Slot]()
     for item in analysis.plan.programs["train"][0]:
         if item.op in (*BACKWARDS, Op.RECOMPUTE):
@@ -166,7 +165,8 @@ def saved_by(analysis: Analysis) -> Counter[int]:
         seen = effects(item, table, 0)
         alive.update(seen.writes, seen.adds)
         alive.difference_update(seen.frees)
-    kinds = activations(table)
+    twice = {read.name for unit in table.units for read in unit.reads if read.again}
+    kinds = {*activations(table)} - twice
     return Counter({unit: sum(table.size(slot) for slot in alive if slot.unit == unit and slot.kind in kinds
                               and slot.tier == Tier.DEVICE) for unit in range(len(table.units))})
 

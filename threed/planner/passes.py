@@ -16,7 +16,7 @@ from threed.features.offload import plan as offload
 from threed.features.pipeline.message_parts import in_parts
 from threed.features.pipeline.plan import communicate, expand
 from threed.features.travel.pair import pair
-from threed.features.travel.plan import halves, travel
+from threed.features.travel.plan import in_halves, travel
 from threed.features.zero import plan as zero
 from threed.program.instruction import Programs
 from threed.program.names import ENTER, EVALUATE, GENERATE, SETTLE, SNAPSHOT, TRAIN, VERIFY
@@ -48,7 +48,7 @@ MESSAGES = (
 STEP = (
     Pass("recompute", activation.recompute),
     Pass("pair", pair),
-    Pass("halves", halves),
+    Pass("halves", in_halves),
     Pass("partition", activation.partition),
     Pass("offload activations", activation.offload),
     *MESSAGES,

@@ -14,7 +14,7 @@ Shapes: B sequences, N query heads, K key and value heads, E head size, S querie
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -81,33 +81,22 @@ def _mask(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor | None:
 # ---- on the host: a mask for a few rows at a time, so that it is small, and few keys are seen for nothing
 
 
-def _host(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, Kept]:
-    out, log_sum = _ops._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=_mask(q, k))
+def _host(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+          masked: bool = True) -> tuple[torch.Tensor, Kept]:
+    out, log_sum = _ops._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, attn_mask=_mask(q, k) if masked else None)
     return out, (log_sum,)
 
 
 def _host_backward(grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
-                   kept: Kept) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+                   kept: Kept, masked: bool = True) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return _ops._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad, q, k, v, out, kept[0], 0.0, False, attn_mask=_mask(q, k))
+        grad, q, k, v, out, kept[0], 0.0, False, attn_mask=_mask(q, k) if masked else None)
 
 
 HOST = Rectangle(_host, _host_backward, 256)
-
-
-# ---- the same without a mask: shapes of a kernel that needs none
-
-def _unmasked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, Kept]:
-    out, log_sum = _ops._scaled_dot_product_flash_attention_for_cpu(q, k, v)
-    return out, (log_sum,)
-
-
-def _unmasked_backward(grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-                       out: torch.Tensor, kept: Kept) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return _ops._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, kept[0], 0.0, False)
-
-
-SHAPES = Rectangle(_unmasked, _unmasked_backward)
+# Of tensors without values: the shapes of a kernel that needs no mask
+SHAPES = Rectangle(partial(_host, masked=False), partial(_host_backward, masked=False))
 
 
 # ---- flash attention, which is aligned at the lower right: tensors are [B, S, heads, E]

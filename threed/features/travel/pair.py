@@ -16,7 +16,8 @@ from itertools import chain, groupby, pairwise
 from typing import NamedTuple
 
 from threed.program.effects import Effects, effects
-from threed.program.instruction import BACKWARDS, COMPUTE, Instruction, Op, Programs, Slot
+from threed.program.halves import halves
+from threed.program.instruction import COMPUTE, Instruction, Op, Programs, Slot
 from threed.program.link import follow
 from threed.program.pairs import cost_in_pair
 from threed.program.table import Table
@@ -138,7 +139,7 @@ class _Walk:
             first += len(run.microbatches)
         moves = self.moves and any(leaving(item, self.table) for item in items)
         if moves:
-            items = [half for item in items for half in self.halves(item)]
+            items = [half for item in items for half in halves(item, self.table)]
         again = self.brought(items)
         items = [each for index, item in enumerate(items)
                  for each in (*again.get(index, ()), item, *leaving(item, self.table))]
@@ -162,11 +163,6 @@ class _Walk:
         first = {item.turn: index for index, item in reversed([*enumerate(items)])
                  if returning(item, self.table)}
         return {index: returning(items[index], self.table) for index in first.values()}
-
-    def halves(self, item: Instruction) -> list[Instruction]:
-        """The two halves of a backward that has gradients of weights; any other instruction as it is."""
-        learns = any(self.table.parameters[p].trains for p in self.table.units[item.unit].parameters)
-        return [item._replace(op=op) for op in BACKWARDS[1:]] if item.op == Op.BACKWARD and learns else [item]
 
 
 def _runs(program: Sequence[Instruction], table: Table) -> Iterator[_Run]:

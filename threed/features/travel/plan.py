@@ -12,20 +12,19 @@ from collections import defaultdict
 from collections.abc import Sequence
 from itertools import product
 
-from threed.program.instruction import BACKWARDS, COMPUTE, Instruction, Op, Programs, insert
+from threed.program.halves import halves
+from threed.program.instruction import COMPUTE, Instruction, Op, Programs, insert
 from threed.program.table import Table
 from threed.program.trips import leaving, releasing, returning
 
 
-def halves(programs: Programs, table: Table) -> Programs:
+def in_halves(programs: Programs, table: Table) -> Programs:
     """Cut the backwards of units that read what comes twice."""
-    cut = {u for u, unit in enumerate(table.units) if any(read.again for read in unit.reads)
-           and any(table.parameters[p].trains for p in unit.parameters)}
+    cut = {u for u, unit in enumerate(table.units) if any(read.again for read in unit.reads)}
     if not cut:
         return programs
-    return [[half for item in program for half in
-             ([item._replace(op=op) for op in BACKWARDS[1:]] if item.op == Op.BACKWARD and item.unit in cut
-              else [item])] for program in programs]
+    return [[half for item in program for half in (halves(item, table) if item.unit in cut else [item])]
+            for program in programs]
 
 
 def travel(programs: Programs, table: Table) -> Programs:

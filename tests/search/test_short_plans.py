@@ -43,12 +43,15 @@ def test_bound():
 
 
 @pytest.mark.parametrize("schedule, pp", [("1f1b", 1), ("1f1b", 2), ("zb-h1", 2)])
+@pytest.mark.parametrize("policy", ["none", "full"])
 @pytest.mark.parametrize("form, overlap", [("keys", False), ("keys", True), ("heads", False)])
-def test_bound_over_cp(form, overlap, schedule, pp):
+def test_bound_over_cp(form, overlap, policy, schedule, pp):
     """What comes twice is not there all the time."""
-    base = threed.load("configs/llama3-8b.yaml", ["model.layers=6", "model.seq_len=32768",
-                                                  "train.global_batch_size=4", *QUIET])
-    layout = Layout(1, pp, 1, schedule=schedule, cp=4, cp_form=form, cp_overlap=overlap, shard_size=4)
+    base = threed.load("configs/llama3-8b.yaml", [
+        "model.layers=64", "model.hidden=1024", "model.ffn_hidden=1024", "model.kv_heads=32",
+        "model.vocab=1024", "model.seq_len=32768", "train.global_batch_size=4", *QUIET])
+    layout = Layout(1, pp, 1, schedule=schedule, cp=4, cp_form=form, cp_overlap=overlap, shard_size=4,
+                    policy=policy)
     bounds, plan = Bounds(base, H100), analyse(config_of(layout, base))
     whole = peaks(plan, H100)
     for least in (bounds.saved_bytes(layout), bounds.working_bytes(layout)):

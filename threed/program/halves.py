@@ -9,5 +9,7 @@ from threed.program.table import Table
 
 def halves(item: Instruction, table: Table) -> list[Instruction]:
     """The two halves of a backward that has gradients of weights; any other instruction as it is."""
+    if item.op != Op.BACKWARD:  # a collective's unit is of parameters, not of compute
+        return [item]
     learns = any(table.parameters[p].trains for p in table.units[item.unit].parameters)
-    return [item._replace(op=op) for op in BACKWARDS[1:]] if item.op == Op.BACKWARD and learns else [item]
+    return [item._replace(op=op) for op in BACKWARDS[1:]] if learns else [item]

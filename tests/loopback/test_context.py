@@ -25,13 +25,15 @@ from threed.engine.loopback import run_loopback
 from threed.models.layers.base import Layer
 from threed.models.measure import Measured
 from threed.models.tiling import layers_of, share_of
-from threed.planner import make_mesh, make_plan
+from threed.planner import analyse, make_mesh, make_plan
+from threed.planner.auto import chosen_for, decided
 from threed.prediction.analytic import cost
 from threed.prediction.hardware import GroupPlace
 from threed.prediction.hardware import load as load_hardware
 from threed.prediction.prices import Travel
 from threed.program.analysis import Analysis
 from threed.program.instruction import Instruction, Op
+from threed.program.summary import stages
 from threed.schema import Config
 from threed.spec.kernels import Product
 from threed.spec.parameter import NOT_COUNTED, Cost, Saved, Traffic
@@ -51,6 +53,7 @@ DOCUMENTS = ["data.document_mask=true"]
 PIECES = ["activation.policy=selective", "activation.pieces=[attention,norm,mlp_act]"]
 KEPT = ["activation.policy=selective", "activation.pieces=[keys]"]
 BOTH = "activation.pieces=[keys,attention]"
+BUDGET = ["activation.policy=budget"]
 CELLS = {
     "alone": [], "dp": DP, "tp": TP, "sp": [*TP, *SP], "llama": LLAMA, "learned": ["model.position=learned"],
     "pp-tp": [*PP, *TP, "model.tie_embeddings=true"], "zb-h1": [*PP, *DP, "parallel.schedule=zb-h1"],
@@ -59,6 +62,7 @@ CELLS = {
     "pieces": [*PIECES, *PP, "parallel.schedule=zb-h1"], "offload": [*DP, "offload.optimizer=cpu"],
     "keys": [*KEPT, *PP, "parallel.schedule=zb-h1"], "keys-again": [*PIECES[:1], BOTH, *LLAMA, *TP],
     "host": ["activation.policy=full", "activation.offload=cpu"],
+    "budget": [*BUDGET, "activation.budget=1GiB", *PP],
     "bf16": ["precision.dtype=bf16", *LLAMA], "bf16-sp": ["precision.dtype=bf16", *TP, *SP, *PP],
     "dropout": [*DROPOUT, *TP, *SP], "dropout-fused": ["model.dropout=0.2", "model.fused=auto", *TP, *SP],
     "dropout-llama": [*DROPOUT, *LLAMA, *PIECES], "masked": ["data.loss_mask=chat", *DP],
@@ -388,6 +392,33 @@ def test_keys_are_kept_or_sent_again():
     assert any("keys does nothing here: parallel.cp=1" in line for line in warnings(with_cp(1, *KEPT)))
 
 
+def test_a_budget_keeps_keys_where_it_has_room():
+    """Not where another unit would be recomputed for it; and with no more than what a budget says."""
+    def kept(*overrides: str) -> tuple[int, int]:
+        """Bytes that a rank keeps, and units that are recomputed."""
+        analysis = analyse(with_cp(4, *overrides))
+        return (max(row.activation_peak_bytes for row in stages(analysis)),
+                sum(unit.recompute for unit in analysis.table.units))
+
+    def within(size: int, *overrides: str) -> tuple[int, int]:
+        return kept(*BUDGET, f"activation.budget={size}", *overrides)
+
+    (least, _), (most, _) = kept(), kept(*KEPT)
+    assert within(most) == (most, 0) and within(most, "activation.pieces=[]") == (least, 0)
+    assert within(most - 1) == within(least) == (least, 0)
+    tight, recomputed = within(least - 1)
+    assert tight < least and recomputed == within(least - 1, "activation.pieces=[]")[1] == 1
+    assert within(least - 1, "activation.pieces=[keys]")[0] < least  # of a unit that costs more
+    given = with_cp(4, *BUDGET, "activation.budget=1GiB")
+    assert chosen_for(given, decided(given)) == [
+        "activation.pieces: keys, since activation.budget has room for them"]
+
+
+@pytest.mark.parametrize("pieces", ["null", "[]", "[keys]"])
+def test_a_tight_budget(pieces, references):
+    assert_contract(with_cp(4, *BUDGET, "activation.budget=8500", f"activation.pieces={pieces}"), references)
+
+
 def test_bytes_of_a_layer():
     """Keys and values of the sequence, or what a rank has of queries, keys, values and output, times (cp -
     1) / cp."""
@@ -454,6 +485,8 @@ def test_sequences_grow(tmp_path):
     (["parallel.cp=0"], "parallel.cp=0: must be at least 1"),
     (["parallel.cp_form=heads"], "parallel.cp_form=heads needs parallel.cp > 1"),
     (["parallel.cp=2", "parallel.cp_form=ulysses"], "parallel.cp_form=ulysses: must be one of keys, heads"),
+    (["parallel.cp=2", *BUDGET, "activation.budget=1GiB", "activation.pieces=[norm]"],
+     "activation.pieces=['norm']: must be some of keys with activation.policy=budget"),
     (["parallel.cp=4", "parallel.cp_form=heads", *TP],
      "parallel.cp_form=heads: parallel.cp=4 does not divide the 2 key heads of a tp rank (4 over "
      "parallel.tp=2); use parallel.cp_form=keys"),

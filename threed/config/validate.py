@@ -164,14 +164,15 @@ def _check_activation(config: Config) -> Iterator[Problem]:
     """Settings that have no effect with the activation policy, and wrong values."""
     activation = config.activation
     policy = activation.policy
-    for key, policies in (("every", ("full",)), ("pieces", ("selective",)), ("budget", ("budget",)),
+    for key, policies in (("every", ("full",)), ("pieces", ("selective", "budget")), ("budget", ("budget",)),
                           ("partition", ("full", "budget")), ("offload", ("full", "budget")),
                           ("contiguous", ("full", "budget"))):
         value = getattr(activation, key)
         if value not in (None, False, "none") and policy not in policies:
+            kept = policies == ("full", "budget")
             yield Idle.of(f"activation.{key}", f"={value} needs "
                           f"activation.policy={' or '.join(policies)}, and it is {policy}: "
-                          f"{_KEPT if len(policies) > 1 else 'leave it out'}")
+                          f"{_KEPT if kept else 'leave it out'}")
     if activation.budget is None and policy == "budget":
         yield Problem.of("activation.policy", "=budget needs activation.budget, the most bytes of "
                          "activations that a rank may keep, such as 8GiB")
@@ -180,10 +181,11 @@ def _check_activation(config: Config) -> Iterator[Problem]:
             parse_bytes(activation.budget)
         except InputError as error:
             yield Problem.of("activation.budget", f": {error}")
-    strange = [piece for piece in activation.pieces or () if piece not in (*PIECES, KEYS)]
-    if strange or activation.pieces == []:
+    some = (KEYS,) if policy == "budget" else (*PIECES, KEYS)
+    strange = [piece for piece in activation.pieces or () if piece not in some]
+    if strange or (activation.pieces == [] and policy != "budget"):
         yield Problem.of("activation.pieces", f"={list(activation.pieces or ())}: must be some of "
-                         f"{', '.join((*PIECES, KEYS))}")
+                         f"{', '.join(some)}" + " with activation.policy=budget" * (policy == "budget"))
 
 
 def _check_offload(config: Config) -> Iterator[Problem]:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from threed.base.errors import InputError
 from threed.base.quantity import divisors, parse_bytes, parse_limit, show_bytes
+from threed.config.context import no_keys
 from threed.config.stages import stage_runs
 from threed.features.activation import plan as activation
 from threed.planner.facts import make_table, unit_costs, with_logits
@@ -24,7 +25,7 @@ from threed.schedules.complete import check_order
 from threed.schedules.file import read_order
 from threed.schedules.orders import SCHEDULES, in_groups, line, looped
 from threed.schedules.timed import StageTimes, play
-from threed.schema import Config
+from threed.schema import KEYS, Config
 
 # Bytes of a device that a plan may take where nobody says which device: what `prediction.peak.plan_room` says
 # of the hardware that `predict` takes by default.
@@ -98,9 +99,32 @@ def choose(config: Config, room: float | None = None) -> Chosen:
     """A value for each key that is `auto` because it depends on a device's memory. `room`: bytes of a device
     that a plan may take; infinity: any number; None: nobody knows the device, and those of a usual one are
     taken, or any number on a CPU."""
-    schedule, m = SCHEDULES.get(config.parallel.schedule), config.num_microbatches
     if room is None:
         room = math.inf if config.run.device == "cpu" else USUAL_ROOM
+    if config.activation.policy != "budget" or config.activation.pieces is not None or no_keys(config):
+        return _choose(config, room)
+    without, kept = (with_choices(config, {"activation.pieces": pieces}) for pieces in ([], [KEYS]))
+    chosen = _choose(without, room)
+    if _recomputed(with_choices(kept, chosen.values)) <= _recomputed(with_choices(without, chosen.values)):
+        kept_too = _choose(kept, room)
+        if kept_too.values == chosen.values:
+            return Chosen({**kept_too.values, "activation.pieces": [KEYS]}, kept_too.analysis)
+    return Chosen({**chosen.values, "activation.pieces": []}, chosen.analysis)
+
+
+def _recomputed(config: Config) -> float:
+    """Seconds of what `activation.policy=budget` computes again; infinity where the budget is not kept."""
+    try:
+        table = marked_table(config, make_pipeline(config))
+    except InputError:
+        return math.inf
+    return sum(parts[0] for unit, parts in zip(table.units, unit_costs(config), strict=True)
+               if unit.recompute)
+
+
+def _choose(config: Config, room: float) -> Chosen:
+    """`choose` of groups and gradients."""
+    schedule, m = SCHEDULES.get(config.parallel.schedule), config.num_microbatches
     grouped = bool(schedule and schedule.by_unit) and config.parallel.group == "auto"
     groups = [{"parallel.group": size} for size in reversed(divisors(m))] if grouped else [{}]
     ways = _gradients(config)
@@ -143,6 +167,8 @@ def chosen_for(given: Config, config: Config) -> list[str]:
     if given.parallel.group == "auto" and config.grouped is not None:
         lines.append(f"parallel.group=auto: {config.grouped} of {config.num_microbatches} micro-batches pass "
                      "a unit together, the most that fit")
+    if given.activation.pieces is None and config.activation.pieces == [KEYS]:
+        lines.append(f"activation.pieces: {KEYS}, since activation.budget has room for them")
     if config.offload.optimizer != "none" and config.zero.stage >= 2:
         every, where = config.zero.reduce_every, config.offload.gradients
         if given.zero.reduce_every in ("auto", None):

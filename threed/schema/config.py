@@ -103,9 +103,10 @@ class Config:
     @property
     def pieces(self) -> tuple[str, ...]:
         """Pieces of blocks that are computed again in backward, and KEYS where they are kept."""
-        if self.activation.policy != "selective":
+        if self.activation.policy not in ("selective", "budget"):
             return ()
-        return ("norm", "mlp_act") if self.activation.pieces is None else tuple(self.activation.pieces)
+        usual = ("norm", "mlp_act") if self.activation.policy == "selective" else ()
+        return usual if self.activation.pieces is None else tuple(self.activation.pieces)
 
     @property
     def reduce_every(self) -> int:

@@ -128,7 +128,8 @@ class ActivationConfig:
     every: int | None = key(None, "full: every so many units are recomputed; null: 1, all", least=1)
     pieces: list[str] | None = key(
         None, f"selective: of {', '.join(PIECES)}, and with cp {KEYS}, which is kept instead of gathered "
-        "again; null: [norm, mlp_act]")
+        f"again; null: [norm, mlp_act]. budget: [{KEYS}] or []; null: {KEYS} where no more units are "
+        "recomputed for it")
     budget: str | None = key(None, "budget: most bytes of activations that a rank may keep, such as 8GiB")
     partition: bool = key(False, "full, budget: kept inputs are cut over tp")
     offload: str = key("none", "full, budget: kept inputs go to", choices=("none", "cpu"))

@@ -42,7 +42,7 @@ from threed.tensor.context import Batch
 from threed.tensor.documents import Documents, attend
 from threed.tensor.heads import to_heads, to_tokens
 from threed.tensor.places import Places, in_order, numbers, taken
-from threed.tensor.rectangles import HOST, SEPARATE
+from threed.tensor.rectangles import HOST, SEPARATE, lower_right
 
 SMALL = ["model.layers=2", "model.hidden=16", "model.heads=4", "model.seq_len=16", "model.vocab=30",
          "model.vocab_multiple=16", "train.global_batch_size=6"]
@@ -248,7 +248,7 @@ def test_kernels_agree(rows):
     q, grad = inputs[0][:, :, -rows:], grad[:, :, -rows:]
     results = []
     for kernel in (HOST, SEPARATE):
-        out, kept = kernel.forward(q, *inputs[1:])
+        out, kept = kernel.forward(q, *inputs[1:], *[lower_right(8, 8, q)] * bool(kernel.rows))
         results.append([out, *kernel.backward(grad, q, *inputs[1:], out, kept)])
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=2e-6)

@@ -24,6 +24,7 @@ from threed.program.effects import effects
 from threed.program.instruction import COMPUTE, PARAMETER_KINDS
 from threed.program.plan import Plan
 from threed.schema import Config
+from threed.tensor import rectangles
 from threed.tensor.alive import Alive
 
 NAMES = ("fp32", "sp", "tp", "untied-bf16-tp", "learned-bf16-sp", "grouped", "llama", "llama-bf16-sp",
@@ -78,7 +79,8 @@ def as_on_a_gpu(monkeypatch):
 
 def alike(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: a product that is added to a 16-bit weight's gradient has no memory of its own, nor has a
-    message. As here: no piece is compiled."""
+    message; attention over cp is one kernel. As here: no piece is compiled."""
+    monkeypatch.setattr(rectangles, "HOST", rectangles.SHAPES)
     monkeypatch.setattr(Alive, "one_kernel", nullcontext)
     monkeypatch.setattr(Gradient, "_add_product", lambda *_: None)
     call = ThreadGroup._call

@@ -20,7 +20,7 @@ import torch
 from threed.comm.group import Group
 from threed.tensor.documents import Documents
 from threed.tensor.places import Places, in_order, runs_of, taken
-from threed.tensor.rectangles import Rectangle, kernel
+from threed.tensor.rectangles import Rectangle, kernel, lower_right
 
 
 class Shared(NamedTuple):
@@ -130,9 +130,12 @@ class Rectangles(NamedTuple):
         """[B, N, s, E], keys and values [2, B, K, S, E] -> the output [B, N, s, E], what backward needs."""
         size, heads, length, width = q.shape
         out = q.new_empty(size, length, heads, width).transpose(1, 2)  # in memory as a kernel's output
-        every = list[torch.Tensor]()
+        every, mask = list[torch.Tensor](), list[torch.Tensor]()
+        if self.use.rows:
+            most = max(block.queries.stop - block.queries.start for block in self.blocks)
+            mask.append(lower_right(most, whole.shape[3], q))
         for block in self.blocks:
-            part, kept = self.use.forward(block.of(q), *map(block.of_keys, whole))
+            part, kept = self.use.forward(block.of(q), *map(block.of_keys, whole), *mask)
             block.of(out).copy_(part)
             every += kept
         return out, every

@@ -14,7 +14,7 @@ Shapes: B sequences, N query heads, K key and value heads, E head size, S querie
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -26,12 +26,13 @@ _ops: Any = torch.ops.aten
 
 
 class Rectangle(NamedTuple):
-    """A kernel. `forward`: q [B, N, S, E], k and v [B, K, T, E] -> output [B, N, S, E], what it keeps.
-    `backward`: the output's gradient, q, k, v, the output, what was kept -> gradients of q, k and v."""
+    """A kernel. `forward`: q [B, N, S, E], k and v [B, K, T, E], and where there are `rows` a mask
+    (`lower_right`) -> output [B, N, S, E], what it keeps. `backward`: the output's gradient, q, k, v, the
+    output, what was kept -> gradients of q, k and v."""
 
     forward: Callable[..., tuple[torch.Tensor, Kept]]
     backward: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
-    rows: int | None = None  # the most queries of a call; None: any number
+    rows: int | None = None  # the most queries of a call, which needs a mask; None: any number, and none
 
 
 def kernel(device: torch.device, dtype: torch.dtype, head_size: int, repeats: bool) -> Rectangle:
@@ -70,33 +71,47 @@ def near(one: torch.Tensor, other: torch.Tensor) -> bool:
     return bool(change <= 0.05 * torch.linalg.vector_norm(other.float()))
 
 
-def _mask(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor | None:
-    """What is added to scores, [S, T]; None where a single query sees all keys."""
-    rows, keys = q.shape[2], k.shape[2]
-    if rows == 1:
-        return None
-    return torch.full((rows, keys), -torch.inf, dtype=q.dtype, device=q.device).triu_(keys - rows + 1)
+def lower_right(rows: int, keys: int, like: torch.Tensor) -> torch.Tensor:
+    """What is added to scores of the last `rows` queries of a sequence of `keys` tokens, [rows, keys]. Its
+    lower right is that of fewer queries, or of a shorter sequence."""
+    return torch.full((rows, keys), -torch.inf, dtype=like.dtype, device=like.device).triu_(keys - rows + 1)
 
 
-# ---- on the host: a mask for a few rows at a time, so that it is small, and few keys are seen for nothing
+# ---- on the host: a few rows at a time, so that few keys are seen for nothing. A mask costs a tenth of a
+# forward; a backward needs none, since its parts add up
 
 
 def _host(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-          masked: bool = True) -> tuple[torch.Tensor, Kept]:
+          mask: torch.Tensor | None = None) -> tuple[torch.Tensor, Kept]:
     out, log_sum = _ops._scaled_dot_product_flash_attention_for_cpu(
-        q, k, v, attn_mask=_mask(q, k) if masked else None)
+        q, k, v, attn_mask=None if mask is None else mask[-q.shape[2]:, -k.shape[2]:])
     return out, (log_sum,)
 
 
+_PART = 1024  # keys of a backward: they and their gradients stay in a core's cache
+
+
 def _host_backward(grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
-                   kept: Kept, masked: bool = True) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+                   kept: Kept) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The keys before the queries, which all of these see, and the queries' own."""
+    own = k.shape[2] - q.shape[2]
+    of_q, of_k, of_v = torch.zeros_like(q, dtype=torch.float32), torch.empty_like(k), torch.empty_like(v)
+    for first in (*range(0, own, _PART), own):
+        keys = slice(first, min(first + _PART, own) if first < own else None)
+        part, of_k[:, :, keys], of_v[:, :, keys] = _host_part(
+            grad, q, k[:, :, keys], v[:, :, keys], out, kept, causal=first == own)
+        of_q += part
+    return of_q.to(q.dtype), of_k, of_v
+
+
+def _host_part(grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
+               kept: Kept, causal: bool = False) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return _ops._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad, q, k, v, out, kept[0], 0.0, False, attn_mask=_mask(q, k) if masked else None)
+        grad, q, k, v, out, kept[0], 0.0, causal)
 
 
 HOST = Rectangle(_host, _host_backward, 256)
-# Of tensors without values: the shapes of a kernel that needs no mask
-SHAPES = Rectangle(partial(_host, masked=False), partial(_host_backward, masked=False))
+SHAPES = Rectangle(_host, _host_part)  # of tensors without values: the shapes of a kernel that needs no mask
 
 
 # ---- flash attention, which is aligned at the lower right: tensors are [B, S, heads, E]
@@ -171,8 +186,7 @@ SEPARATE = Rectangle(_separate, _separate_backward)
 
 def _scores(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     scores = (q @ _repeated(q, k)[0].transpose(-1, -2)).float() * q.shape[-1]**-0.5
-    mask = _mask(q, k)
-    return scores if mask is None else scores + mask
+    return scores + lower_right(q.shape[2], k.shape[2], scores)
 
 
 def _repeated(q: torch.Tensor, *parts: torch.Tensor) -> list[torch.Tensor]:

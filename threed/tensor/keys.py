@@ -147,11 +147,15 @@ class Rectangles(NamedTuple):
         of_q, sums = torch.empty_like(q), torch.zeros_like(whole, dtype=torch.float32)
         each = len(every) // len(self.blocks)
         for number, block in enumerate(self.blocks):
-            part, *made = self.use.backward(block.of(grad), block.of(q), *map(block.of_keys, whole),
-                                            block.of(out), tuple(every[number * each:(number + 1) * each]))
-            block.of(of_q).copy_(part)
-            for into, more in zip(sums, made, strict=True):
-                block.of_keys(into).add_(more)
+            total: torch.Tensor | None = None
+            for keys, part, *made in self.use.backward(
+                    block.of(grad), block.of(q), *map(block.of_keys, whole), block.of(out),
+                    tuple(every[number * each:(number + 1) * each])):
+                total = part if total is None else total.float().add_(part)
+                for into, more in zip(sums, made, strict=True):
+                    block.of_keys(into)[:, :, keys].add_(more)
+            assert total is not None
+            block.of(of_q).copy_(total)
         return of_q, sums
 
 

@@ -13,7 +13,7 @@ Shapes: B sequences, N query heads, K key and value heads, E head size, S querie
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -22,16 +22,17 @@ import torch
 from threed.devices import device_of
 
 Kept = tuple[torch.Tensor, ...]  # what a backward needs besides its forward's inputs and output
+Gradients = tuple[slice, torch.Tensor, torch.Tensor, torch.Tensor]  # keys; of all q from them, of their k, v
 _ops: Any = torch.ops.aten
 
 
 class Rectangle(NamedTuple):
     """A kernel. `forward`: q [B, N, S, E], k and v [B, K, T, E], and where there are `rows` a mask
     (`lower_right`) -> output [B, N, S, E], what it keeps. `backward`: the output's gradient, q, k, v, the
-    output, what was kept -> gradients of q, k and v."""
+    output, what was kept -> gradients, keys by keys: those of q are added up."""
 
     forward: Callable[..., tuple[torch.Tensor, Kept]]
-    backward: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+    backward: Callable[..., Iterator[Gradients]]
     rows: int | None = None  # the most queries of a call, which needs a mask; None: any number, and none
 
 
@@ -62,7 +63,8 @@ def _tried(device: torch.device, dtype: torch.dtype, head_size: int, repeats: bo
 def _both(of: Rectangle, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
           grad: torch.Tensor) -> list[torch.Tensor]:
     out, kept = of.forward(q, k, v)
-    return [out, *of.backward(grad, q, k, v, out, kept)]
+    (_, *gradients), = of.backward(grad, q, k, v, out, kept)
+    return [out, *gradients]
 
 
 def near(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -92,16 +94,12 @@ _PART = 1024  # keys of a backward: they and their gradients stay in a core's ca
 
 
 def _host_backward(grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
-                   kept: Kept) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+                   kept: Kept) -> Iterator[Gradients]:
     """The keys before the queries, which all of these see, and the queries' own."""
     own = k.shape[2] - q.shape[2]
-    of_q, of_k, of_v = torch.zeros_like(q, dtype=torch.float32), torch.empty_like(k), torch.empty_like(v)
     for first in (*range(0, own, _PART), own):
         keys = slice(first, min(first + _PART, own) if first < own else None)
-        part, of_k[:, :, keys], of_v[:, :, keys] = _host_part(
-            grad, q, k[:, :, keys], v[:, :, keys], out, kept, causal=first == own)
-        of_q += part
-    return of_q.to(q.dtype), of_k, of_v
+        yield keys, *_host_part(grad, q, k[:, :, keys], v[:, :, keys], out, kept, causal=first == own)
 
 
 def _host_part(grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
@@ -111,7 +109,13 @@ def _host_part(grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Te
 
 
 HOST = Rectangle(_host, _host_backward, 256)
-SHAPES = Rectangle(_host, _host_part)  # of tensors without values: the shapes of a kernel that needs no mask
+
+
+def _host_whole(*inputs: Any) -> Iterator[Gradients]:
+    yield slice(None), *_host_part(*inputs)
+
+
+SHAPES = Rectangle(_host, _host_whole)  # of tensors without values: the shapes of a kernel without a mask
 
 
 # ---- flash attention, which is aligned at the lower right: tensors are [B, S, heads, E]
@@ -124,9 +128,9 @@ def _flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Ten
 
 
 def _flash_backward(grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
-                    kept: Kept) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+                    kept: Kept) -> Iterator[Gradients]:
     log_sum, state, unused = kept
-    return _turned(*_ops._flash_attention_backward(
+    yield slice(None), *_turned(*_ops._flash_attention_backward(
         *_turned(grad, q, k, v, out), log_sum, None, None, q.shape[2], k.shape[2], 0.0, True, state, unused))
 
 
@@ -149,14 +153,14 @@ def _efficient(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch
 
 
 def _efficient_backward(grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-                        out: torch.Tensor, kept: Kept) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+                        out: torch.Tensor, kept: Kept) -> Iterator[Gradients]:
     log_sum, seed, offset = kept
     inputs = _turned(grad, q, *_repeated(q, k, v))
     of_q, of_k, of_v, _ = _ops._efficient_attention_backward(
         *inputs, None, out.transpose(1, 2), None, None, q.shape[2], k.shape[2], log_sum, 0.0, seed, offset,
         _LOWER_RIGHT, False)
     of_q, of_k, of_v = _turned(of_q, of_k, of_v)
-    return of_q, _joined(of_k, k), _joined(of_v, v)
+    yield slice(None), of_q, _joined(of_k, k), _joined(of_v, v)
 
 
 EFFICIENT = Rectangle(_efficient, _efficient_backward)
@@ -172,13 +176,13 @@ def _separate(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.
 
 
 def _separate_backward(grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-                       out: torch.Tensor, kept: Kept) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+                       out: torch.Tensor, kept: Kept) -> Iterator[Gradients]:
     wide, values = _repeated(q, k, v)
     weights = (_scores(q, k) - kept[0]).exp()
     rows = (grad.float() * out.float()).sum(-1, keepdim=True)
     of_scores = (weights * ((grad @ values.transpose(-1, -2)).float() - rows) * q.shape[-1]**-0.5).to(q.dtype)
-    return (of_scores @ wide, _joined(of_scores.transpose(-1, -2) @ q, k),
-            _joined(weights.to(grad.dtype).transpose(-1, -2) @ grad, v))
+    yield (slice(None), of_scores @ wide, _joined(of_scores.transpose(-1, -2) @ q, k),
+           _joined(weights.to(grad.dtype).transpose(-1, -2) @ grad, v))
 
 
 SEPARATE = Rectangle(_separate, _separate_backward)

@@ -119,6 +119,6 @@ def _decide(sums: torch.Tensor, limits: Limits) -> _Row:
 
 def _root(squared: torch.Tensor) -> torch.Tensor:
     """The square root. On a CPU torch's is not always the nearest number."""
-    if device_of(squared.device).asynchronous:
+    if squared.device.type != "cpu" or device_of(squared.device).asynchronous:
         return squared.sqrt()
     return torch.full_like(squared, math.sqrt(squared) if squared >= 0 else math.nan)

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 WORD = "embedding.word.weight"
 # Bytes that separate operations read and write to compute one number of a dropout mask (tensor/random.py).
 MASK = 269
+# Kernels that sort the tokens of a batch, find where each ends, and add up their rows (tensor/pieces).
+_SORTED = 8
 
 
 def cut_over(axis: str, dim: int, tile: Tile, runs: int = 1) -> tuple[Cut, ...]:
@@ -266,10 +268,15 @@ class LookupTable(Held):
         seen = share.bytes(share.seen(self.model.seq_len, "tp") * self.model.hidden)
         (weight,) = self.held.values()
         table = share.bytes(weight.numel, "tp") // share.sequences
-        moved = Moved("rows of the table", 2 * seen, 2 * seen + table, scattered=seen)
+        moved = [Moved("rows of the table", 2 * seen, 2 * seen + table, scattered=seen)]
         if share.over("tp") > 1 or weight.tile.count > 1:  # rows of other ranks and tiles are 0
-            moved = Moved("rows of the table", 4 * seen, 4 * seen + table, (3, 2), scattered=seen)
-        return Cost((moved,), sent=sums(share, self.model.seq_len * self.model.hidden))
+            moved = [Moved("rows of the table", 4 * seen, 4 * seen + table, (3, 2), scattered=seen)]
+        if self.model.fuses:
+            # A row of the sum, in fp32, is read and written for each token, or each row of the table.
+            rows = 2 * min(seen // share.element, table // share.element) * 4
+            moved = [moved[0]._replace(backward=0, kernels=(moved[0].kernels[0], 0), scattered=0),
+                     Moved("gradient of the table", 0, seen + rows, (0, _SORTED), fused=True)]
+        return Cost(tuple(moved), sent=sums(share, self.model.seq_len * self.model.hidden))
 
     def module(self, context: Context) -> torch.nn.Module:
         return context.table(self.model.padded_vocab, self.model.hidden, self.held["weight"].tile)

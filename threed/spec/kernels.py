@@ -10,6 +10,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 FROZEN = "frozen"
+# The widest residual stream of which a norm's backward keeps its sums over tokens in registers (model.fused).
+WIDEST = 4096
 
 
 class Product(NamedTuple):

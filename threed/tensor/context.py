@@ -158,7 +158,8 @@ class Context:
                                  self.weight_grads)
 
     def table(self, vocab: int, hidden: int, tile: Tile) -> VocabParallelEmbedding:
-        return VocabParallelEmbedding(vocab, hidden, _core(self, "tp"), self.group, *tile)
+        return VocabParallelEmbedding(vocab, hidden, _core(self, "tp"), self.group, self.weight_grads,
+                                      self.fused if self.model.fuses else None, *tile)
 
     def cross_entropy(self, logits_SBV: torch.Tensor, labels_SB: torch.Tensor) -> torch.Tensor:
         """Loss of each token, [S, B]. It, or its backward, may overwrite the logits."""

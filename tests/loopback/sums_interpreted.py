@@ -3,7 +3,6 @@ CPU: pieces with sums over tokens, against the same operations in fp64 and in fp
 
 from __future__ import annotations
 
-import gc
 import itertools
 import threading
 from collections import Counter
@@ -12,19 +11,15 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 
 from tests.harness import Ranks, loopback, tiny
-from tests.loopback import test_transient
-from threed.prediction import transient
 from threed.tensor.fused import Fused
 from threed.tensor.pieces import Dropped, Kernels, Normed, Separate, Statistics
 
 ULP = {torch.float32: 1e-6, torch.bfloat16: 2.0 ** -7, torch.float16: 2.0 ** -10}  # of the last bit, at most
 LOCK = threading.Lock()  # the interpreter is no matter of threads, and ranks are threads here
 CALLS: Counter[str] = Counter()
-TIDY: list[bool] = []  # what the interpreter holds of a call's tensors, in a ring, goes at once
 
 
 def start(name: str, *given: Any, **shape: Any) -> None:
@@ -33,8 +28,6 @@ def start(name: str, *given: Any, **shape: Any) -> None:
     with LOCK:
         CALLS[name] += 1
         pieces_kernel.start(name, *given, **shape)
-        if TIDY:
-            gc.collect()
 
 
 KERNELS = Kernels(start)
@@ -159,21 +152,7 @@ def sums_on_cpu() -> Iterator[Counter[str]]:
         yield CALLS
 
 
-def compare_runs(overrides: Sequence[str], steps: int = 2) -> tuple[Ranks, Counter[str]]:
-    """A whole run by the interpreted kernels; which were called."""
+def a_run(overrides: Sequence[str]) -> tuple[Ranks, Counter[str]]:
+    """A step by the interpreted kernels; which were called."""
     with sums_on_cpu() as calls:
-        return loopback(tiny(*overrides, "model.fused=auto"), steps), Counter(calls)
-
-
-
-def held(overrides: Sequence[str]) -> None:
-    """What instructions hold beside their slots, by kernels, is what the plan says."""
-    with pytest.MonkeyPatch.context() as patched, sums_on_cpu() as calls:
-        test_transient.alike(patched)
-        patched.setattr(transient._Kernels, "kernels", lambda *_: None)  # nor are there the loss's kernels
-        gc.collect()
-        TIDY.append(True)
-        gc.freeze()  # what is there by now need not be looked at again
-        test_transient.compare(tiny(*test_transient.SIZES, *overrides, "model.fused=auto"))
-        TIDY.clear()
-        assert calls["rows"]
+        return loopback(tiny(*overrides, "model.fused=auto"), 1), Counter(calls)

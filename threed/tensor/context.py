@@ -16,7 +16,7 @@ from threed.schema import KEYS, ModelConfig
 from threed.spec.deal import by_documents
 from threed.spec.parameter import NOT_COUNTED, Tile
 from threed.tensor import experts as expert_operations
-from threed.tensor import fused_loss
+from threed.tensor import fused_loss, pieces
 from threed.tensor.documents import Documents, attend, outside, rotate_at
 from threed.tensor.fused import Fused, rotate
 from threed.tensor.fused_loss import CHUNK, Chunks, LossKernels
@@ -32,6 +32,7 @@ from threed.tensor.layers import (
     total,
     vocab_parallel_cross_entropy,
 )
+from threed.tensor.pieces import Sums
 from threed.tensor.places import Places, in_order, numbers, taken
 from threed.tensor.random import keep_mask
 from threed.tensor.rotary import frequencies
@@ -136,6 +137,7 @@ class Context:
     attend_to_gathered = staticmethod(attend_to_gathered)
     to_heads = staticmethod(to_heads)
     to_tokens = staticmethod(to_tokens)
+    pieces: ClassVar[Any] = pieces
     experts: ClassVar[Any] = expert_operations  # of layers with experts
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -143,6 +145,10 @@ class Context:
         if device_of(x.device).rms_norm and hasattr(torch, "_fused_rms_norm") and not self.fused.compile:
             return F.rms_norm(x, x.shape[-1:], weight, eps)
         return self.fused.rms_norm(x, weight, eps)
+
+    def sums(self, x: torch.Tensor) -> Sums:
+        """What computes the pieces with sums over tokens (tensor/pieces)."""
+        return self.fused.sums(x.device)
 
     @property
     def group(self) -> Group:

@@ -311,10 +311,12 @@ class ColumnParallelLinear(megatron.ColumnParallelLinear):
         self.group, self.sp, self.weight_grads = group, config.sequence_parallel, weight_grads
 
     def forward(self, x: torch.Tensor,  # pyright: ignore[reportIncompatibleMethodOverride]
-                added: Sequence[tuple[Any, ...]] = ()) -> torch.Tensor:
-        """`added`: adapters, as Factors."""
+                added: Sequence[tuple[Any, ...]] = (), bias: bool = True) -> torch.Tensor:
+        """`added`: adapters, as Factors. `bias`: whether backward has the gradient of the bias; else a piece
+        behind it has."""
         rest, matrices = adapters.separated(added)
-        return _Column.apply(x, self.weight, self.bias, self, rest, *matrices)  # pyright: ignore
+        own = self.bias if bias or self.bias is None else self.bias.detach()
+        return _Column.apply(x, self.weight, own, self, rest, *matrices)  # pyright: ignore
 
 
 class RowParallelLinear(megatron.RowParallelLinear):
@@ -328,11 +330,11 @@ class RowParallelLinear(megatron.RowParallelLinear):
         self.group, self.sp, self.weight_grads = group, config.sequence_parallel, weight_grads
 
     def forward(self, x: torch.Tensor,  # pyright: ignore[reportIncompatibleMethodOverride]
-                added: Sequence[tuple[Any, ...]] = ()) -> torch.Tensor:
-        """`added`: adapters, as Factors."""
+                added: Sequence[tuple[Any, ...]] = (), bias: bool = True) -> torch.Tensor:
+        """`added`: adapters, as Factors. `bias`: whether it is added; else a piece behind it does that."""
         rest, matrices = adapters.separated(added)
         output = _Row.apply(x, self.weight, self, rest, *matrices)
-        return output if self.bias is None else output + self.bias  # pyright: ignore
+        return output + self.bias if bias and self.bias is not None else output  # pyright: ignore
 
 
 class _Rows(torch.autograd.Function):

@@ -23,10 +23,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.nn.functional as F
 
+from threed.spec.kernels import strips
 from threed.tensor.places import Rows, numbers
 from threed.tensor.random import keyed, mask_of
 
-STRIPS = 64, 512  # of tokens: of sums alone; of a norm's backward, where a program has all of a token
 GELU = "tanh"
 
 
@@ -175,45 +175,45 @@ class Kernels:
         x, grad = x.contiguous(), grad.contiguous()
         out, width = torch.empty_like(x), x.shape[-1]
         rows = x.numel() // width
-        strips = min(STRIPS[0], _over(rows, 16))
-        added = x.new_empty((strips, width) if sums else 0, dtype=torch.float32)
-        self._start("gelu_backward", (strips, _over(width, 256)), x, grad, out, added, rows, width, ROWS=16,
+        number = strips(width, rows, False)
+        added = x.new_empty((number, width) if sums else 0, dtype=torch.float32)
+        self._start("gelu_backward", (number, _over(width, 256)), x, grad, out, added, rows, width, ROWS=16,
                     COLUMNS=256, SUMS=sums, warps=8)
         return out, added.sum(0) if sums else None
 
     def joined(self, grads: Sequence[torch.Tensor], sums: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         *shape, _, size = grads[0].shape
         out = grads[0].new_empty((*shape, sum(each.shape[-2] for each in grads), size))
-        strips = min(STRIPS[0], _over(shape[0] * shape[1], 32))
         width = out[0, 0].numel()
-        added = out.new_empty((strips, width) if sums else 0, dtype=torch.float32)
+        number = strips(width, shape[0] * shape[1], False)
+        added = out.new_empty((number, width) if sums else 0, dtype=torch.float32)
         first = 0
         for grad in grads:
             group = grad.shape[-2]
             place = first * size
-            self._copy(grad, out.view(-1)[place:], added.view(-1)[place:], (strips, width, out.shape[3]))
+            self._copy(grad, out.view(-1)[place:], added.view(-1)[place:], (number, width, out.shape[3]))
             first += group
         return out, added.sum(0) if sums else None
 
     def _copy(self, grad: torch.Tensor, out: torch.Tensor | None, sums: torch.Tensor,
               shape: tuple[int, int, int]) -> None:
         """`shape`: strips, numbers of a token in `out`, and heads of a group there."""
-        (strips, width, heads), (places, batch, _, group, size) = shape, grad.shape
+        (number, width, heads), (places, batch, _, group, size) = shape, grad.shape
         flat = grad.flatten(2, 3)  # a view, where heads lie evenly
         flat = flat if flat.stride(-1) == 1 else flat.contiguous()
         copies, wanted = out is not None, sums.numel() > 0
-        self._start("copy", (strips, flat.shape[2]), flat, out if copies else flat, sums, places * batch,
+        self._start("copy", (number, flat.shape[2]), flat, out if copies else flat, sums, places * batch,
                     batch, *flat.stride()[:3], group, width, heads * size, width, SIZE=size, ROWS=32,
                     COLUMNS=_power(size), COPIES=copies, SUMS=wanted, warps=4)
 
     def _column_sums(self, grad: torch.Tensor) -> torch.Tensor:
         """[s, B, H] -> [H]."""
         width, size = grad.shape[-1], 128
-        strips = min(STRIPS[0], _over(grad.numel() // width, 32))
+        number = strips(width, grad.numel() // width, False)
         while width % size:
             size //= 2
-        added = grad.new_empty((strips, width), dtype=torch.float32)
-        self._copy(grad.unflatten(-1, (-1, 1, size)), None, added.view(-1), (strips, width, 1))
+        added = grad.new_empty((number, width), dtype=torch.float32)
+        self._copy(grad.unflatten(-1, (-1, 1, size)), None, added.view(-1), (number, width, 1))
         return added.sum(0)
 
     def ended(self, x: torch.Tensor, part: torch.Tensor | None, bias: torch.Tensor | None,
@@ -247,10 +247,10 @@ class Kernels:
         of_x = grad if norm is None else torch.empty_like(like)
         of_part = of_x if drop is None else torch.empty_like(like)
         assert of_x is not None and of_part is not None
-        strips, block = min(STRIPS[1], rows), _power(width)
-        sums = like.new_empty(3 if wanted[0] else 2 if wanted[1] else 0, strips, width, dtype=torch.float32)
+        number, block = strips(width, rows, True), _power(width)
+        sums = like.new_empty(3 if wanted[0] else 2 if wanted[1] else 0, number, width, dtype=torch.float32)
         stream, mean, scale = kept or (like, like, like)
-        self._start("ended_backward", (strips,), _or(grad, like), like, stream, mean, scale,
+        self._start("ended_backward", (number,), _or(grad, like), like, stream, mean, scale,
                     like if norm is None else norm.weight, _bases(drop, like), of_x, of_part, sums, rows,
                     width, *_limits(drop), BLOCK=block, GRAD=grad is not None, NORM=norm is not None,
                     DROP=drop is not None, BIAS=wanted[0], LEARNS=wanted[1], warps=_warps(block))

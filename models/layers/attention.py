@@ -121,7 +121,8 @@ class Attention(Part):
                          for each in (heads, kv_heads))
         apart = Moved("queries, keys and values apart", 2 * queries * (heads > kv_heads),
                       2 * (queries + 2 * keys), (int(heads > kv_heads), 1), piece)
-        moved = [*([] if share.by_heads else self._apart(share, apart)),
+        moved = [*([] if share.by_heads else [apart] if not self._joins(False) else
+                   _joined(self.qkv, share, apart)),
                  *self._moved_over_cp(share, queries, keys)]
         if model.qk_norm:
             moved += [moved_by_norm(f"norm of {what}", size // share.element, share.element, model.fuses,
@@ -139,14 +140,6 @@ class Attention(Part):
                 Product(rows, model.head_size, seq, count, False, piece), *moved,
                 Moved("softmax and dropout", squares * (MASK + 8 * own + 9 + cast),
                       squares * (6 * own + 13 + cast), (36, 6), piece, (squares, 0)))
-
-    def _apart(self, share: Share, moved: Moved) -> list[Moved]:
-        if not self._joins(share.by_heads):
-            return [moved]
-        width, sums = self.qkv.outputs // share.over("tp"), 2 * self.qkv.sums_bias
-        added = partial_sums(width, moved.backward // 2 // width // share.element) if sums else 0
-        piece = moved._replace(forward=0, backward=moved.backward + added, kernels=(0, 3 + sums), fused=True)
-        return [moved._replace(backward=0, kernels=(moved.kernels[0], 0)), piece]
 
     def _moved_over_cp(self, share: Share, queries: int, keys: int) -> list[Moved]:
         """Keys and values, and the sums of their gradients in fp32, are put in the order of the sequence or
@@ -244,8 +237,9 @@ class Attention(Part):
               *scales: torch.Tensor) -> torch.Tensor:
         """`bias`: of the projection, whose gradient comes with those of queries, keys and values."""
         # `split` has one backward for all parts, where a slice of each would have one each, and their sum.
+        by = self.context.fused.sums(qkv_SBKgE.device)
         q, k, v = (qkv_SBKgE.split(self.runs, -2) if bias is None else
-                   self.context.pieces.apart(qkv_SBKgE, bias, self.runs, self.context.sums(qkv_SBKgE)))
+                   self.context.pieces.apart(qkv_SBKgE, bias, self.runs, by))
         return self._of_parts(q, k, v, batch, *scales)
 
     def _of_parts(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch,
@@ -296,6 +290,14 @@ class Attention(Part):
         places, group = self.context.places(), self.context.group
         index = self.tile.index * group.size() + group.rank()
         return index * places.count + places.index if places.by_heads else index
+
+
+def _joined(qkv: Column, share: Share, moved: Moved) -> list[Moved]:
+    """What queries, keys and values move whose gradients are put together as a piece."""
+    width, sums = qkv.outputs // share.over("tp"), 2 * qkv.sums_bias
+    added = partial_sums(width, moved.backward // 2 // width // share.element) if sums else 0
+    piece = moved._replace(forward=0, backward=moved.backward + added, kernels=(0, 3 + sums), fused=True)
+    return [moved._replace(backward=0, kernels=(moved.kernels[0], 0)), piece]
 
 
 def _future(own: Sequence[Runs], q: torch.Tensor, seq: int) -> torch.Tensor:

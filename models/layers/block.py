@@ -172,8 +172,8 @@ class Branch(Layer):
         if not fuses:
             return x_sBD + self.dropout(part, batch), None
         bias = self.end.bias if self.end is not None else None
-        return self.context.pieces.ended(x_sBD, part, bias, self.dropout.dropped(batch),
-                                         then.values if then is not None else None, self.context.sums(x_sBD))
+        by, norm = self.context.fused.sums(x_sBD.device), then.values if then is not None else None
+        return self.context.pieces.ended(x_sBD, part, bias, self.dropout.dropped(batch), norm, by)
 
 
 class BranchTile(Layer):

@@ -76,7 +76,7 @@ class Mlp(Part):
         x_SBF = self.up(x_sBD, not self._opens)
         kept, instead = x_SBF.detach(), self.context.saving.instead
         if self._opens:
-            sums = self.context.sums(x_SBF)
+            sums = self.context.fused.sums(x_SBF.device)
             inner = self.context.pieces.gelu(x_SBF, self.up.bias, sums)
             with instead("mlp_act", inner, lambda: sums.gelu(kept)):
                 return self.down(inner, bias)

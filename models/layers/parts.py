@@ -180,10 +180,6 @@ class Linear(Held):
         """Whether its bias has a gradient."""
         return "bias" in self.held and self.learns
 
-    def of_bias(self, share: Share) -> list[Moved]:
-        """What its bias moves, where no piece has that."""
-        raise NotImplementedError
-
     def product(self, seq_len: int, share: Share, outputs: int, inputs: int) -> Product:
         """`outputs`, `inputs`: of this rank."""
         return Product(share.length(seq_len) * share.sequences, outputs, inputs, weight=self.learns or FROZEN)
@@ -221,6 +217,7 @@ class Column(Linear):
             sent={where: share.sent(stream, axis, rings) for where, rings in sent.items()})
 
     def of_bias(self, share: Share) -> list[Moved]:
+        """What its bias moves, where no piece has that."""
         size = share.bytes(share.seen(self.model.seq_len, self.axis) * self.outputs, self.axis)
         return [Moved("gradient of the bias", 0, size, (0, 1), columns=size)] if self.sums_bias else []
 
@@ -249,6 +246,7 @@ class Row(Linear):
                                         sent=sums(share, seq * self.model.hidden, self.axis))
 
     def of_bias(self, share: Share) -> list[Moved]:
+        """As Column's."""
         stream = share.bytes(self.model.seq_len * self.model.hidden, SEQUENCE)
         learned = stream * self.learns
         return [Moved("bias", 2 * stream, learned, (1, int(self.learns)), columns=learned)
@@ -302,7 +300,7 @@ class LookupTable(Held):
         if share.over("tp") > 1 or weight.tile.count > 1:  # rows of other ranks and tiles are 0
             moved = [Moved("rows of the table", 4 * seen, 4 * seen + table, (3, 2), scattered=seen)]
         if self.model.fuses:
-            # A row of the sum, in fp32, is read and written for each token, or each row of the table.
+            # a row of the sum, in fp32, is read and written for each token, or each row of the table
             rows = 2 * min(seen // share.element, table // share.element) * 4
             moved = [moved[0]._replace(backward=0, kernels=(moved[0].kernels[0], 0), scattered=0),
                      Moved("gradient of the table", 0, seen + rows, (0, _SORTED), fused=True)]
@@ -316,8 +314,7 @@ class LookupTable(Held):
 
 
 class Norm(Held):
-    """model.norm, of the residual stream. It keeps its input and statistics; its output is kept by what reads
-    that."""
+    """model.norm, of the residual stream. It keeps its input and statistics, not its output."""
 
     def __init__(self, model: ModelConfig, name: str):
         self.model, self.name = model, name
@@ -352,11 +349,12 @@ class Norm(Held):
 
     def beside(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The norm of x; and x, for what else reads it: the gradients of both are one pass."""
-        return self.context.pieces.normed(x, self.values, self.context.sums(x))
+        return self.context.pieces.normed(x, self.values, self.context.fused.sums(x.device))
 
     def again(self, x: torch.Tensor) -> torch.Tensor:
         """The norm of x, as it was computed before: without a graph."""
-        return self.context.sums(x).ended(x, None, None, None, self.values)[1] if self.fuses else self(x)
+        by = self.context.fused.sums(x.device)
+        return by.ended(x, None, None, None, self.values)[1] if self.fuses else self(x)
 
     @property
     def values(self) -> Any:
@@ -387,7 +385,7 @@ class Dropout(Part):
             return Cost()
         own = share.element
         if self.model.fuses:
-            return Cost(tuple(self.moved(share)))
+            return Cost((*self.moved(share),))
         moved = Moved("dropout", (MASK + 4 * own + 1) * size, (4 * own + 1) * size, (31, 2))
         return Cost((moved,), saved=(Saved("dropout mask", size),))
 
@@ -397,11 +395,11 @@ class Dropout(Part):
         return [Moved("dropout", 2 * size, 2 * size, fused=True)] if self.model.dropout else []
 
     def dropped(self, batch: Batch) -> Any:
-        """As pieces.Dropped, for a piece that drops; None where nothing is dropped."""
+        """As pieces.DropOf, for a piece that drops; None where nothing is dropped."""
         if self.model.dropout == 0.0 or not batch.train:
             return None
         rows, key = self.context.places(batch.documents).runs, (batch.seed, self.site)
-        return self.context.pieces.Dropped(self.model.dropout, key, batch.samples_B, rows)
+        return self.context.pieces.DropOf(self.model.dropout, key, batch.samples_B, rows)
 
     def forward(self, x_sBD: torch.Tensor, batch: Batch) -> torch.Tensor:
         probability = self.model.dropout

@@ -31,7 +31,7 @@ from threed.engine.loopback import ThreadGroup, World
 from threed.tensor import fused_loss
 from threed.tensor.documents import rotate_at
 from threed.tensor.fused import Body, Fused
-from threed.tensor.pieces import Dropped, Kernels, Normed, Statistics
+from threed.tensor.pieces import DropOf, Kernels, Normed, Statistics
 
 PROCESSOR, WARP = 90, 32  # sm_90; threads of a warp
 GPU = types.SimpleNamespace(name="NVIDIA H100 80GB HBM3", major=9, minor=0, multi_processor_count=132,
@@ -117,10 +117,10 @@ def sums(dtype: torch.dtype) -> dict[str, tuple[Callable[[], object], Callable[[
     up = drawn(rows, 1, 4 * HIDDEN)
     heads = drawn(1, HEADS, rows, HEAD).permute(2, 0, 1, 3).unflatten(2, (HEADS, 1))
     tokens = torch.zeros(1, dtype=torch.int64)
-    drop = Dropped(0.1, (0, "here"), tokens, ((range(rows),),))
+    drop = DropOf(0.1, (0, "here"), tokens, ((range(rows),),))
     ids, table = torch.zeros(rows, 1, dtype=torch.int64), drawn(128, HIDDEN, kind=torch.float32)
 
-    def ended(width: int, drop: Dropped | None,
+    def ended(width: int, drop: DropOf | None,
               normed: bool = True) -> tuple[Callable[[], object], Callable[[], object]]:
         x, numbers = drawn(rows, 1, width), drawn(rows, 1, 1, kind=torch.float32)
         norm = Normed(drawn(width), drawn(width), 1e-5) if normed else None

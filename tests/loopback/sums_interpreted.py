@@ -15,7 +15,7 @@ import torch
 
 from tests.harness import Ranks, loopback, tiny
 from threed.tensor.fused import Fused
-from threed.tensor.pieces import Dropped, Kernels, Normed, Separate, Statistics
+from threed.tensor.pieces import DropOf, Kernels, Normed, Separate, Statistics
 
 ULP = {torch.float32: 1e-6, torch.bfloat16: 2.0 ** -7, torch.float16: 2.0 ** -10}  # of the last bit, at most
 LOCK = threading.Lock()  # the interpreter is no matter of threads, and ranks are threads here
@@ -35,8 +35,8 @@ Made = Sequence[torch.Tensor | None]
 
 
 def near(name: str, made: Made, exact: Made, dtype: torch.dtype) -> None:
-    """fp32: within 1e-6 of the largest; 16 bits: a neighbour of the exact result, rounded. (Sums over tokens
-    are in fp32.)"""
+    """fp32: within 1e-6 of the largest; 16 bits: a neighbour of the exact result, rounded. (Sums over
+    tokens are in fp32.)"""
     for value, want in zip(made, exact, strict=True):
         assert (value is None) == (want is None), name
         if value is None or want is None:
@@ -89,8 +89,8 @@ def joins(dtype: torch.dtype) -> None:
             near("joined", [added], [Separate.joined(wide(grads), sums)[1]], dtype)
 
 
-DROPPED = [None, Dropped(0.25, (3, "here"), torch.tensor([5, 2**40]), ((range(3, 6), range(9, 13)),)),
-           Dropped(0.5, (4, "there"), torch.tensor([1, 2]), ((range(7),), (range(1, 8),)))]
+DROPPED = [None, DropOf(0.25, (3, "here"), torch.tensor([5, 2**40]), ((range(3, 6), range(9, 13)),)),
+           DropOf(0.5, (4, "there"), torch.tensor([1, 2]), ((range(7),), (range(1, 8),)))]
 
 
 def ends(dtype: torch.dtype) -> None:

@@ -80,6 +80,7 @@ def alike(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: a product that is added to a 16-bit weight's gradient has no memory of its own, nor has a
     message. As here: no piece is compiled."""
     monkeypatch.setattr(Alive, "one_kernel", nullcontext)
+    monkeypatch.delattr(transient._Kernels, "sums")
     monkeypatch.setattr(Gradient, "_add_product", lambda *_: None)
     call = ThreadGroup._call
 

@@ -14,7 +14,7 @@ import torch
 from threed.devices import device_of
 from threed.schema import Config
 from threed.tensor.fused import Fused, in_short
-from threed.tensor.pieces import Dropped, Normed, Statistics
+from threed.tensor.pieces import DropOf, Normed, Statistics
 
 THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
 
@@ -42,7 +42,7 @@ def lacks(device: torch.device) -> str:
 def _try_sums(fused: Fused, device: torch.device) -> None:
     """Run each kernel of the pieces with sums over tokens once."""
     sums, x = fused.sums(device), torch.zeros(2, 1, 16, device=device)
-    drop = Dropped(0.5, (0, ""), torch.zeros(1, dtype=torch.int64, device=device), ((range(2),),))
+    drop = DropOf(0.5, (0, ""), torch.zeros(1, dtype=torch.int64, device=device), ((range(2),),))
     norm = Normed(x[0, 0], x[0, 0], 1e-5)
     sums.gelu_backward(sums.gelu(x), x, True)
     sums.joined([x.view(2, 1, 1, 1, 16)] * 3, True)

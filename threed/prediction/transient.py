@@ -45,7 +45,7 @@ from threed.tensor.documents import Documents
 from threed.tensor.fused import Body, Fused
 from threed.tensor.fused_loss import LossKernels
 from threed.tensor.layers import WeightGrads
-from threed.tensor.pieces import Kernels, Sums
+from threed.tensor.pieces import Kernels, Pieces
 from threed.tensor.precision import DTYPES
 from threed.tensor.rectangles import SHAPES, Rectangle
 from threed.tensor.saving import SavingPolicy, UnsavedMemory
@@ -254,7 +254,7 @@ class _Kernels(Fused):
     def kernels(self, device: torch.device) -> LossKernels | None:
         return _Loss
 
-    def sums(self, device: torch.device) -> Sums:
+    def sums(self, device: torch.device) -> Pieces:
         return Kernels(_nothing)
 
 

@@ -32,7 +32,6 @@ from threed.tensor.layers import (
     total,
     vocab_parallel_cross_entropy,
 )
-from threed.tensor.pieces import Sums
 from threed.tensor.places import Places, in_order, numbers, taken
 from threed.tensor.random import keep_mask
 from threed.tensor.rotary import frequencies
@@ -146,10 +145,6 @@ class Context:
             return F.rms_norm(x, x.shape[-1:], weight, eps)
         return self.fused.rms_norm(x, weight, eps)
 
-    def sums(self, x: torch.Tensor) -> Sums:
-        """What computes the pieces with sums over tokens (tensor/pieces)."""
-        return self.fused.sums(x.device)
-
     @property
     def group(self) -> Group:
         """The tp group."""
@@ -165,7 +160,7 @@ class Context:
 
     def table(self, vocab: int, hidden: int, tile: Tile) -> VocabParallelEmbedding:
         return VocabParallelEmbedding(vocab, hidden, _core(self, "tp"), self.group, self.weight_grads,
-                                      self.fused if self.model.fuses else None, *tile)
+                                      self.fused if self.model.fuses else None, tile)
 
     def cross_entropy(self, logits_SBV: torch.Tensor, labels_SB: torch.Tensor) -> torch.Tensor:
         """Loss of each token, [S, B]. It, or its backward, may overwrite the logits."""

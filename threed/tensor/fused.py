@@ -25,7 +25,7 @@ from threed.base.console import say
 from threed.base.errors import ThreedError
 from threed.devices import device_of
 from threed.tensor.fused_loss import Chunks, LossKernels
-from threed.tensor.pieces import Kernels, Separate, Sums
+from threed.tensor.pieces import Kernels, Pieces, Separate
 from threed.tensor.places import Rows, numbers
 from threed.tensor.random import keyed, mask_of
 from threed.tensor.rectangles import kernel
@@ -55,7 +55,7 @@ class Fused:
             return None
         return self._fallback or _triton()
 
-    def sums(self, device: torch.device) -> Sums:
+    def sums(self, device: torch.device) -> Pieces:
         """What computes pieces with sums over tokens on a device: kernels, or separate operations."""
         if not self.compile or not device_of(device).triton:
             return Separate
@@ -94,7 +94,7 @@ def _triton() -> LossKernels:
     return TritonKernels
 
 
-def _kernels() -> Sums:
+def _kernels() -> Pieces:
     from threed.tensor.pieces_kernel import start
 
     return Kernels(start)

@@ -23,7 +23,8 @@ from threed.comm.group import Group
 from threed.tensor import adapters
 from threed.tensor.adapters import Added, Half
 from threed.tensor.fused import Fused
-from threed.tensor.pieces import Separate, Sums
+from threed.tensor.pieces import Separate
+from threed.tensor.table_rows import rows_of
 
 # What megatron-core imports where it is installed, and threed does not use. wandb and tensorboard take a
 # second each, and wandb makes folders in TMPDIR, which a killed process leaves. The others are for GPUs:
@@ -135,20 +136,6 @@ class WeightGrads:
             add(count)
         else:
             self.put_off.append(lambda: add(count))
-        return None
-
-    def take_rows(self, weight: torch.Tensor, ids: torch.Tensor, grad: torch.Tensor,
-                  sums: Sums) -> torch.Tensor | None:
-        """As `take`, of a table [V, H] of which the rows `ids` were read, [S, B]: row by row into the sum."""
-        grad, add = grad.detach(), getattr(weight, "add_rows", None)
-        if add is None:
-            made = torch.zeros_like(weight)
-            sums.add_rows(made, ids, grad)
-            return made
-        if self.put_off is None:
-            add(ids, grad, sums)
-        else:
-            self.put_off.append(lambda: add(ids, grad, sums))
         return None
 
     def of_adapters(self, matrices: Sequence[torch.Tensor], halves: Sequence[Half],
@@ -267,7 +254,7 @@ class _Row(torch.autograd.Function):
 
 
 class _SumOverTp(torch.autograd.Function):
-    """Sums the parts of all ranks: [S, B, H] -> [S or s, B, H]."""
+    """Pieces the parts of all ranks: [S, B, H] -> [S or s, B, H]."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Group, sp: bool):
@@ -284,7 +271,7 @@ class _SumOverTp(torch.autograd.Function):
 
 
 class _Total(torch.autograd.Function):
-    """Sums the parts of all ranks; each part has the gradient of the sum."""
+    """Pieces the parts of all ranks; each part has the gradient of the sum."""
 
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, group: Group):
@@ -337,33 +324,14 @@ class RowParallelLinear(megatron.RowParallelLinear):
         return output + self.bias if bias and self.bias is not None else output  # pyright: ignore
 
 
-class _Rows(torch.autograd.Function):
-    """Rows of a table, [V, H], [S, B] -> [S, B, H]. Unless it is `whole`: zeros for ids from V on."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor, ids: torch.Tensor, whole: bool, weight_grads: WeightGrads,
-                sums: Sums):
-        ctx.weight, ctx.weight_grads, ctx.sums = weight, weight_grads, sums
-        ctx.save_for_backward(ids)
-        if whole:
-            return F.embedding(ids, weight)
-        elsewhere = ids >= len(weight)
-        return F.embedding(ids.masked_fill(elsewhere, 0), weight).masked_fill_(elsewhere.unsqueeze(-1), 0.0)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor):
-        (ids,) = ctx.saved_tensors
-        grad = ctx.weight_grads.take_rows(ctx.weight, ids, grads[0], ctx.sums)
-        return grad, None, None, None, None
-
-
 class VocabParallelEmbedding(megatron.VocabParallelEmbedding):
     """Token ids [B, S] -> [S or s, B, H], with rows of the table cut over tp. A tile gives zeros for ids that
     it does not have."""
 
     def __init__(self, vocab: int, hidden: int, config: ModelParallelConfig, group: Group,
-                 weight_grads: WeightGrads, fused: Fused | None = None, tile: int = 0, tiles: int = 1):
-        """`fused`: where the gradients of rows may be a piece of it."""
+                 weight_grads: WeightGrads, fused: Fused | None = None, part: tuple[int, int] = (0, 1)):
+        """`fused`: where the gradients of rows may be a piece of it. `part`: a tile, of how many."""
+        tile, tiles = part
         super().__init__(vocab // tiles, hidden, init_method=torch.nn.init.zeros_, config=config,
                          tp_group=group)  # pyright: ignore[reportArgumentType]
         self.group, self.sp, self.whole = group, config.sequence_parallel, group.size() == tiles == 1
@@ -383,11 +351,11 @@ class VocabParallelEmbedding(megatron.VocabParallelEmbedding):
         if self.whole and sums is Separate:
             return F.embedding(tokens, self.weight)
         elsewhere = (tokens < self.vocab_start_index) | (tokens >= self.vocab_end_index)
-        own = tokens - self.vocab_start_index
         if sums is not Separate:
-            ids = tokens if self.whole else own.masked_fill_(elsewhere, len(self.weight))
-            return _Rows.apply(self.weight, ids, self.whole, self.weight_grads, sums)  # pyright: ignore
-        part = F.embedding(own.masked_fill(elsewhere, 0), self.weight)
+            return rows_of(self.weight, tokens if self.whole else
+                           (tokens - self.vocab_start_index).masked_fill_(elsewhere, len(self.weight)),
+                           self.whole, (self.weight_grads, sums))
+        part = F.embedding((tokens - self.vocab_start_index).masked_fill(elsewhere, 0), self.weight)
         return part.masked_fill(elsewhere.unsqueeze(-1), 0.0)
 
 

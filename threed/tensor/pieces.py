@@ -30,7 +30,7 @@ from threed.tensor.random import keyed, mask_of
 GELU = "tanh"
 
 
-class Dropped(NamedTuple):
+class DropOf(NamedTuple):
     """Dropout of a tensor [s, B, H], as Fused.drop: nothing of its size is kept."""
 
     probability: float
@@ -70,7 +70,7 @@ class Statistics(NamedTuple):
     scale: torch.Tensor
 
 
-class Sums(Protocol):
+class Pieces(Protocol):
     """What computes the pieces. Sums over tokens come in fp32 or in the dtype of what is summed."""
 
     def gelu(self, x: torch.Tensor, /) -> torch.Tensor: ...
@@ -86,13 +86,13 @@ class Sums(Protocol):
         ...
 
     def ended(self, x: torch.Tensor, part: torch.Tensor | None, bias: torch.Tensor | None,
-              drop: Dropped | None, norm: Normed | None, /) -> tuple[torch.Tensor, Any, Any, Any]:
+              drop: DropOf | None, norm: Normed | None, /) -> tuple[torch.Tensor, Any, Any, Any]:
         """x + dropout(part + bias), or x where there is no part, [s, B, H]; its norm, and the mean and scale
         of each token, or None."""
         ...
 
     def ended_backward(self, grad: torch.Tensor | None, of_normed: torch.Tensor | None,
-                       kept: Statistics | None, norm: Normed | None, drop: Dropped | None,
+                       kept: Statistics | None, norm: Normed | None, drop: DropOf | None,
                        wanted: tuple[bool, bool], /) -> tuple[torch.Tensor, torch.Tensor, Any, Any, Any]:
         """The gradients of x and of part; and of the bias, the norm's weight and its shift. `grad`: of the
         stream. `wanted`: whether the bias, and whether the norm has a gradient."""
@@ -105,7 +105,7 @@ class Sums(Protocol):
 
 
 class Separate:
-    """As Sums, by separate operations."""
+    """As Pieces, by separate operations."""
 
     @staticmethod
     def gelu(x: torch.Tensor) -> torch.Tensor:
@@ -123,7 +123,7 @@ class Separate:
         return made, made.flatten(2).sum((0, 1)) if sums else None
 
     @staticmethod
-    def ended(x: torch.Tensor, part: torch.Tensor | None, bias: torch.Tensor | None, drop: Dropped | None,
+    def ended(x: torch.Tensor, part: torch.Tensor | None, bias: torch.Tensor | None, drop: DropOf | None,
               norm: Normed | None) -> tuple[torch.Tensor, Any, Any, Any]:
         if part is not None:
             part = part if bias is None else part + bias
@@ -135,7 +135,7 @@ class Separate:
 
     @staticmethod
     def ended_backward(grad: torch.Tensor | None, of_normed: torch.Tensor | None, kept: Statistics | None,
-                       norm: Normed | None, drop: Dropped | None,
+                       norm: Normed | None, drop: DropOf | None,
                        wanted: tuple[bool, bool]) -> tuple[torch.Tensor, torch.Tensor, Any, Any, Any]:
         of_weight = of_shift = None
         if norm is not None:
@@ -159,7 +159,7 @@ Start = Callable[..., None]  # pieces_kernel.start
 
 
 class Kernels:
-    """As Sums, by kernels that `start` starts, on tensors that are made here."""
+    """As Pieces, by kernels that `start` starts, on tensors that are made here."""
 
     def __init__(self, start: Start):
         self._start = start
@@ -217,7 +217,7 @@ class Kernels:
         return added.sum(0)
 
     def ended(self, x: torch.Tensor, part: torch.Tensor | None, bias: torch.Tensor | None,
-              drop: Dropped | None, norm: Normed | None) -> tuple[torch.Tensor, Any, Any, Any]:
+              drop: DropOf | None, norm: Normed | None) -> tuple[torch.Tensor, Any, Any, Any]:
         if norm is None and part is None:
             return x, None, None, None
         x, width = x.contiguous(), x.shape[-1]
@@ -234,7 +234,7 @@ class Kernels:
         return stream, normed, mean, scale
 
     def ended_backward(self, grad: torch.Tensor | None, of_normed: torch.Tensor | None,
-                       kept: Statistics | None, norm: Normed | None, drop: Dropped | None,
+                       kept: Statistics | None, norm: Normed | None, drop: DropOf | None,
                        wanted: tuple[bool, bool]) -> tuple[torch.Tensor, torch.Tensor, Any, Any, Any]:
         grad = grad if grad is None else grad.contiguous()
         if norm is None and drop is None:
@@ -286,11 +286,11 @@ def _or(tensor: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor:
     return other if tensor is None else tensor
 
 
-def _bases(drop: Dropped | None, x: torch.Tensor) -> torch.Tensor:
+def _bases(drop: DropOf | None, x: torch.Tensor) -> torch.Tensor:
     return x if drop is None else drop.bases(x.shape[-1])
 
 
-def _limits(drop: Dropped | None) -> tuple[int, float]:
+def _limits(drop: DropOf | None) -> tuple[int, float]:
     return (0, 1.0) if drop is None else (drop.least, 1.0 - drop.probability)
 
 
@@ -299,7 +299,7 @@ def _limits(drop: Dropped | None) -> tuple[int, float]:
 
 class _Gelu(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, sums: Sums):
+    def forward(ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, sums: Pieces):
         ctx.save_for_backward(x)
         ctx.sums = sums
         return sums.gelu(x)
@@ -312,7 +312,7 @@ class _Gelu(torch.autograd.Function):
 
 class _Apart(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, runs: Sequence[int], sums: Sums):
+    def forward(ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, runs: Sequence[int], sums: Pieces):
         ctx.sums = sums
         return x.split(runs, -2)
 
@@ -324,7 +324,7 @@ class _Apart(torch.autograd.Function):
 class _Ended(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, part: torch.Tensor | None, bias: torch.Tensor | None,
-                drop: Dropped | None, norm: Normed | None, sums: Sums, *parameters: torch.Tensor):
+                drop: DropOf | None, norm: Normed | None, sums: Pieces, *parameters: torch.Tensor):
         """`parameters`: those of the norm, for their gradients."""
         stream, normed, mean, scale = sums.ended(x, part, bias, drop, norm)
         ctx.drop, ctx.sums, ctx.eps = drop, sums, None if norm is None else norm.eps
@@ -346,27 +346,27 @@ class _Ended(torch.autograd.Function):
                 *(rest if norm is not None else ()))
 
 
-def gelu(x: torch.Tensor, bias: torch.Tensor | None, sums: Sums) -> torch.Tensor:
+def gelu(x: torch.Tensor, bias: torch.Tensor | None, sums: Pieces) -> torch.Tensor:
     """GELU of what holds `bias` already, whose gradient it adds up. [S, B, F], [F] -> [S, B, F]."""
     return _Gelu.apply(x, bias, sums)  # pyright: ignore[reportReturnType]
 
 
 def apart(x: torch.Tensor, bias: torch.Tensor | None, runs: Sequence[int],
-          sums: Sums) -> tuple[torch.Tensor, ...]:
+          sums: Pieces) -> tuple[torch.Tensor, ...]:
     """Views of x, [S, B, K, all g, E] -> [S, B, K, g, E] each, of a linear's output that holds `bias`, whose
     gradient it adds up."""
     return _Apart.apply(x, bias, runs, sums)  # pyright: ignore[reportReturnType]
 
 
-def ended(x: torch.Tensor, part: torch.Tensor, bias: torch.Tensor | None, drop: Dropped | None,
-          norm: Normed | None, sums: Sums) -> tuple[torch.Tensor, torch.Tensor | None]:
+def ended(x: torch.Tensor, part: torch.Tensor, bias: torch.Tensor | None, drop: DropOf | None,
+          norm: Normed | None, sums: Pieces) -> tuple[torch.Tensor, torch.Tensor | None]:
     """x + dropout(part + bias), [s, B, H], and its norm."""
     if norm is None:
         return _Ended.apply(x, part, bias, drop, None, sums), None  # pyright: ignore[reportReturnType]
     return _Ended.apply(x, part, bias, drop, norm, sums, *norm[:2])  # pyright: ignore[reportReturnType]
 
 
-def normed(x: torch.Tensor, norm: Normed, sums: Sums) -> tuple[torch.Tensor, torch.Tensor]:
+def normed(x: torch.Tensor, norm: Normed, sums: Pieces) -> tuple[torch.Tensor, torch.Tensor]:
     """The norm of x, and x for whatever else reads it: the two gradients are summed in one pass."""
     stream, value = _Ended.apply(x, None, None, None, norm, sums, *norm[:2])  # pyright: ignore
     return value, stream

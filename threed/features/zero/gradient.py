@@ -17,7 +17,7 @@ from threed.features.zero.part import UnitPart
 from threed.features.zero.storage import Storage
 from threed.features.zero.transition import Transition
 from threed.tensor.layers import WeightGrads
-from threed.tensor.pieces import Sums
+from threed.tensor.pieces import Pieces
 from threed.tensor.products import add_product
 
 
@@ -174,7 +174,7 @@ class Gradient:
         for matrix, (left, right) in zip(into.flatten(1, -2).unbind(), pairs, strict=True):
             add_product(matrix, written, left, right)
 
-    def _add_rows(self, number: int, ids: torch.Tensor, grad: torch.Tensor, sums: Sums) -> None:
+    def _add_rows(self, number: int, ids: torch.Tensor, grad: torch.Tensor, sums: Pieces) -> None:
         """Add [..., columns] to the rows `ids` of a parameter; ids behind its last row are left out."""
         into, written = self.into(number)
         sums.add_rows(into if written else into.zero_(), ids, grad)

@@ -195,6 +195,21 @@ def table_of_parts(parts: Sequence[Part]) -> str:
                         f"{part.error:+.1%} |" for part in parts)])
 
 
+def of_pieces() -> str:
+    """What model.fused saves on an H100 by prices, by part: the loss alone, as GPT was measured, and all."""
+    lines = ["| model | part | the loss alone, ms | all pieces, ms |", "|---|---|--:|--:|"]
+    for row in own("h100-sxm"):
+        policy, _ = THREED["h100-sxm"][row.name]
+        config = make_config(LARGE[row.name], 1, f"activation.policy={policy}", "model.fused=on")
+        other = row._replace(plan=plan_of(config, "on"))
+        pairs = zip(by_part([row]), by_part([other]), strict=True)
+        lines += [f"| {row.name} | {before.part} | {before.predicted_ms:.2f} | {after.predicted_ms:.2f} |"
+                  for before, after in pairs]
+        lines.append(f"| {row.name} | **step** | {row.predicted_s() * 1e3:.0f} | "
+                     f"{other.predicted_s() * 1e3:.0f} |")
+    return "\n".join(lines)
+
+
 def spearman(left: Sequence[float], right: Sequence[float]) -> float:
     """Of two rankings without ties."""
     order = [sorted(values).index for values in (left, right)]
@@ -256,6 +271,7 @@ def main() -> None:
         print(f"{title}{', fitted ' if fitted else ''}{', '.join(constants)}:\n\n{table(rows, fitted)}\n")
         if title == "H100, threed":
             print(f"By part:\n\n{table_of_parts(by_part(rows, fitted))}\n")
+            print(f"What pieces of GPT save, predicted:\n\n{of_pieces()}\n")
 
 
 if __name__ == "__main__":

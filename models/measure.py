@@ -272,6 +272,7 @@ def weight_of(parameter: Parameter, share: Share, dtype: torch.dtype) -> torch.n
     weight = torch.nn.Parameter(torch.randn(parameter.module_shape(share.ranks)).to(dtype), parameter.trains)
     weight.add_product = lambda *_: None  # pyright: ignore[reportAttributeAccessIssue]  (see tensor/layers.WeightGrads)
     weight.add_products = lambda *_: None  # pyright: ignore[reportAttributeAccessIssue]
+    weight.add_rows = lambda ids, grad, sums: sums.add_rows(weight.detach(), ids, grad)  # pyright: ignore
     weight.add_count = lambda _: None  # pyright: ignore[reportAttributeAccessIssue]
     return weight
 

@@ -11,7 +11,8 @@ priced with passes over that matrix (`attention_passes`), and nothing is compute
 (`contention=1`). Its tp ranks send a part each of a message (`parallel.split_messages`). Rows of torchtitan
 ran FSDP2 with flash attention on H100 of 96 GB at 2.4 TB/s and 500 W. Neither had a loss by kernels that
 write the gradient over the logits, as threed's fused pieces have: theirs is priced as separate operations.
-Rows of threed are those of results/gpu.md: one H100 SXM of 80 GB, one H200, bf16, cuDNN's attention.
+Rows of threed are those of results/gpu.md: one H100 SXM of 80 GB, one H200, bf16, cuDNN's attention. They ran
+when GPT had one fused piece, the loss: all else is priced as separate operations.
 """
 
 from __future__ import annotations
@@ -104,13 +105,14 @@ class Row(NamedTuple):
         return step(Analysis(self.plan), cost(self.plan, hardware), hardware).total_s
 
 
-def plan_of(config: Config) -> Plan:
+def plan_of(config: Config, loss: str = "off") -> Plan:
+    """`loss`: model.fused of the loss alone."""
     moved = Head._moved
 
-    def separate(self: Head, logits: int, own: int) -> Moved:
-        return moved(Head(replace(self.model, fused="off"), self.tile), logits, own)
+    def otherwise(self: Head, logits: int, own: int) -> Moved:
+        return moved(Head(replace(self.model, fused=loss), self.tile), logits, own)
 
-    with mock.patch.object(Head, "_moved", separate):
+    with mock.patch.object(Head, "_moved", otherwise):
         return make_plan(config, make_pipeline(config))
 
 
@@ -151,8 +153,8 @@ def torchtitan() -> list[Row]:
 
 
 def own(hardware: str) -> list[Row]:
-    return [Row("GPT", name, make_plan(make_config(LARGE[name], 1, f"activation.policy={policy}")),
-                hardware, ms / 1e3)
+    return [Row("GPT", name, plan_of(make_config(LARGE[name], 1, f"activation.policy={policy}",
+                                                 "model.fused=off"), "on"), hardware, ms / 1e3)
             for name, (policy, ms) in THREED[hardware].items()]
 
 
@@ -191,6 +193,21 @@ def table_of_parts(parts: Sequence[Part]) -> str:
     return "\n".join(["| model | part | measured ms | predicted ms | error |", "|---|---|--:|--:|--:|",
                       *(f"| {part.model} | {part.part} | {part.measured_ms:.2f} | {part.predicted_ms:.2f} | "
                         f"{part.error:+.1%} |" for part in parts)])
+
+
+def of_pieces() -> str:
+    """What model.fused saves on an H100 by prices, by part: the loss alone, as GPT was measured, and all."""
+    lines = ["| model | part | the loss alone, ms | all pieces, ms |", "|---|---|--:|--:|"]
+    for row in own("h100-sxm"):
+        policy, _ = THREED["h100-sxm"][row.name]
+        config = make_config(LARGE[row.name], 1, f"activation.policy={policy}", "model.fused=on")
+        other = row._replace(plan=plan_of(config, "on"))
+        pairs = zip(by_part([row]), by_part([other]), strict=True)
+        lines += [f"| {row.name} | {before.part} | {before.predicted_ms:.2f} | {after.predicted_ms:.2f} |"
+                  for before, after in pairs]
+        lines.append(f"| {row.name} | **step** | {row.predicted_s() * 1e3:.0f} | "
+                     f"{other.predicted_s() * 1e3:.0f} |")
+    return "\n".join(lines)
 
 
 def spearman(left: Sequence[float], right: Sequence[float]) -> float:
@@ -254,6 +271,7 @@ def main() -> None:
         print(f"{title}{', fitted ' if fitted else ''}{', '.join(constants)}:\n\n{table(rows, fitted)}\n")
         if title == "H100, threed":
             print(f"By part:\n\n{table_of_parts(by_part(rows, fitted))}\n")
+            print(f"What pieces of GPT save, predicted:\n\n{of_pieces()}\n")
 
 
 if __name__ == "__main__":

@@ -43,17 +43,24 @@ LARGE = {
     "6.7B-4k": Sizes(32, 4096, 32, 50304, 4096, 2, 4, "bf16"),
 }
 SMALL = {"tiny": Sizes(2, 128, 4, 512, 64, 2, 4), "tiny-long": Sizes(2, 128, 4, 512, 256, 1, 4)}
-# Settings, and the model of LARGE on which they are tried.
+# Settings, and the model of LARGE on which they are tried, if it is not that in TRIED_ON.
 TRIED = "1.3B-2k"
 LLAMA = ["model.family=llama", "model.position=rotary", "model.activation=swiglu", "model.norm=rmsnorm",
          "model.bias=false"]
 SETTINGS: dict[str, tuple[list[str], list[str]]] = {  # name -> (without, with)
     "fused": ([*LLAMA, "model.fused=off"], [*LLAMA, "model.fused=on"]),
+    "fused-gpt": (["model.fused=off"], ["model.fused=on"]),
+    "fused-gpt-125M": (["model.fused=off"], ["model.fused=on"]),
     "loss_chunk": ([], ["model.loss_chunk=1024"]),
     "cudnn": (["run.attention_backend=flash"], ["run.attention_backend=cudnn"]),
     "cuda_graphs": ([], ["run.cuda_graphs=true"]),
+    # where launches are not hidden behind kernels
+    "cuda_graphs-125M": ([], ["run.cuda_graphs=true"]),
+    "cuda_graphs-micro-batch-1": (["train.micro_batch_size=1"],
+                                  ["train.micro_batch_size=1", "run.cuda_graphs=true"]),
     "deterministic": ([], ["run.deterministic=true"]),
 }
+TRIED_ON = {"fused-gpt-125M": "125M-2k", "cuda_graphs-125M": "125M-2k"}
 LEAST_S = 10  # a measurement that would have less does not begin
 
 
@@ -117,7 +124,7 @@ class Bench:
         return self.models[name] | {"torch_s": peer.value, "torch_failure": peer.failure}
 
     def setting(self, name: str) -> dict[str, Any]:
-        size = self.sizes.get(TRIED) or next(iter(self.sizes.values()))
+        size = self.sizes.get(TRIED_ON.get(name, TRIED)) or next(iter(self.sizes.values()))
         found = self.apart(name, partial(gain, size, self.machine, max(1, self.args.steps // 2),
                                          SETTINGS[name]), (NO_ROOM, InputError.__name__))
         (without, with_), peaks = found.value or ((None, None), (0, 0))

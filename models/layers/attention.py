@@ -27,10 +27,10 @@ from threed.base.errors import InputError
 from threed.base.later import torch
 from threed.base.mesh import axes_of
 from threed.models.layers.base import Part
-from threed.models.layers.parts import MASK, Column, Held, Row, moved_by_norm
+from threed.models.layers.parts import MASK, Column, Held, Row, moved_by_norm, replaced
 from threed.schema import KEYS, ModelConfig
 from threed.spec.kernels import AttentionKernel as Core
-from threed.spec.kernels import Kernel, Moved, Product
+from threed.spec.kernels import Kernel, Moved, Product, partial_sums
 from threed.spec.parameter import (
     HEADS,
     WHOLE,
@@ -82,7 +82,17 @@ class Attention(Part):
             others = " x ".join(axis for axis in axes_of("tokens") if axis != "cp")
             raise InputError(f"{self.name}: it attends to all tokens of a sample, and gathers them over cp "
                              f"alone; other ranks divide them here ({others}): give that axis one rank")
-        return super().cost(share) + Cost(self._kernels(share), self._saved(share), sent=self._sent(share))
+        cost = super().cost(share) + Cost(self._kernels(share), self._saved(share), sent=self._sent(share))
+        return replaced(cost, self.qkv.of_bias(share), []) if self._joins(share.by_heads) else cost
+
+    def _joins(self, by_heads: bool) -> bool:
+        """Whether the gradients of queries, keys and values are put together as a piece, with that of their
+        bias. (What was exchanged comes back by itself.)"""
+        return self.model.fuses and self.model.has_qkv_bias and not by_heads
+
+    @property
+    def end(self) -> Row:
+        return self.out
 
     def _sent(self, share: Share) -> dict[tuple[str, str], Traffic]:
         """Keys and values of all tokens are gathered in forward, and again in backward, which adds up their
@@ -111,7 +121,9 @@ class Attention(Part):
                          for each in (heads, kv_heads))
         apart = Moved("queries, keys and values apart", 2 * queries * (heads > kv_heads),
                       2 * (queries + 2 * keys), (int(heads > kv_heads), 1), piece)
-        moved = [*([] if share.by_heads else [apart]), *self._moved_over_cp(share, queries, keys)]
+        moved = [*([] if share.by_heads else [apart] if not self._joins(False) else
+                   _joined(self.qkv, share, apart)),
+                 *self._moved_over_cp(share, queries, keys)]
         if model.qk_norm:
             moved += [moved_by_norm(f"norm of {what}", size // share.element, share.element, model.fuses,
                                     piece) for what, size in (("queries", queries), ("keys", keys))]
@@ -190,19 +202,20 @@ class Attention(Part):
                 kept("attention mask", squares, 1), kept("queries", seq * own),
                 kept("keys and values of each query", seq * (whole - instead)))
 
-    def forward(self, x_sBD: torch.Tensor, batch: Batch,
-                qk_scales: torch.Tensor | None = None) -> torch.Tensor:
-        """`qk_scales`: the weights of the norms, from the first tile, [2, E]."""
+    def forward(self, x_sBD: torch.Tensor, batch: Batch, qk_scales: torch.Tensor | None = None,
+                bias: bool = True) -> torch.Tensor:
+        """`qk_scales`: the weights of the norms, from the first tile, [2, E]. `bias`: as of `end`."""
         scales, context = self.scales(qk_scales), self.context
-        through = partial(context.saving.through, PIECE)
-        qkv_SBKgE = self.projected(x_sBD)
+        through, joins = partial(context.saving.through, PIECE), self._joins(context.by_heads)
+        qkv_SBKgE = self.projected(x_sBD, not joins)
         if not context.by_heads:
-            return self.out(through(self._core, qkv_SBKgE, batch, *scales).flatten(2))
+            own = self.qkv.bias if joins else None
+            return self.out(through(self._core, qkv_SBKgE, own, batch, *scales).flatten(2), bias)
         # Exchanges are outside of the piece: what is computed again sends nothing again.
         parts = context.to_heads(qkv_SBKgE, self.runs, context.shared(batch))
         del qkv_SBKgE
         x_SBKGE = through(self._of_parts, *parts, batch, *scales)
-        return self.out(context.to_tokens(x_SBKGE, context.shared(batch)).flatten(2))
+        return self.out(context.to_tokens(x_SBKGE, context.shared(batch)).flatten(2), bias)
 
     def scales(self, given: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
         """The weights of the norms of queries and of keys, if there are any. `given`: from the first tile."""
@@ -210,18 +223,23 @@ class Attention(Part):
             return ()
         return self.norms.weights() if self.norms is not None else tuple(given)  # pyright: ignore
 
-    def projected(self, x_sBD: torch.Tensor) -> torch.Tensor:
-        """Queries, keys and values of this rank's tokens, by key head, [S, B, K, G + 2, E]."""
-        return self.qkv(x_sBD).unflatten(-1, (-1, sum(self.runs), self.model.head_size))
+    def projected(self, x_sBD: torch.Tensor, bias: bool = True) -> torch.Tensor:
+        """Queries, keys and values of this rank's tokens, by key head, [S, B, K, G + 2, E]. `bias`: as of a
+        Linear."""
+        return self.qkv(x_sBD, bias).unflatten(-1, (-1, sum(self.runs), self.model.head_size))
 
     @property
     def runs(self) -> tuple[int, int, int]:
         """Queries, keys and values of a key head."""
         return self.model.heads // self.model.num_kv_heads, 1, 1
 
-    def _core(self, qkv_SBKgE: torch.Tensor, batch: Batch, *scales: torch.Tensor) -> torch.Tensor:
+    def _core(self, qkv_SBKgE: torch.Tensor, bias: torch.Tensor | None, batch: Batch,
+              *scales: torch.Tensor) -> torch.Tensor:
+        """`bias`: of the projection, whose gradient comes with those of queries, keys and values."""
         # `split` has one backward for all parts, where a slice of each would have one each, and their sum.
-        q, k, v = qkv_SBKgE.split(self.runs, -2)
+        by = self.context.fused.sums(qkv_SBKgE.device)
+        q, k, v = (qkv_SBKgE.split(self.runs, -2) if bias is None else
+                   self.context.pieces.apart(qkv_SBKgE, bias, self.runs, by))
         return self._of_parts(q, k, v, batch, *scales)
 
     def _of_parts(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch,
@@ -272,6 +290,14 @@ class Attention(Part):
         places, group = self.context.places(), self.context.group
         index = self.tile.index * group.size() + group.rank()
         return index * places.count + places.index if places.by_heads else index
+
+
+def _joined(qkv: Column, share: Share, moved: Moved) -> list[Moved]:
+    """What queries, keys and values move whose gradients are put together as a piece."""
+    width, sums = qkv.outputs // share.over("tp"), 2 * qkv.sums_bias
+    added = partial_sums(width, moved.backward // 2 // width // share.element) if sums else 0
+    piece = moved._replace(forward=0, backward=moved.backward + added, kernels=(0, 3 + sums), fused=True)
+    return [moved._replace(backward=0, kernels=(moved.kernels[0], 0)), piece]
 
 
 def _future(own: Sequence[Runs], q: torch.Tensor, seq: int) -> torch.Tensor:

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 from threed.base.later import F
 from threed.models.layers.base import Part
-from threed.models.layers.parts import Column, Row
+from threed.models.layers.parts import Column, Row, replaced
 from threed.schema import ModelConfig
-from threed.spec.kernels import Moved
+from threed.spec.kernels import Moved, partial_sums
 from threed.spec.parameter import WHOLE, Cost, Rows, Saved, Share, Tile
 
 if TYPE_CHECKING:
@@ -54,26 +54,47 @@ class Mlp(Part):
             moved = Moved("swiglu", 5 * size, 13 * size, (2, 4), "mlp_act", (count, count))
             if self.model.fuses:
                 moved = Moved("swiglu", 3 * size, 5 * size, (1, 1), "mlp_act", (count, count), fused=True)
-        return super().cost(share) + Cost((moved,), saved)
+        cost = super().cost(share) + Cost((moved,), saved)
+        if not self._opens:
+            return cost
+        width, sums = self.up.outputs // share.over(self.axis), 2 * self.up.sums_bias
+        added = partial_sums(width, size // width // share.element) if sums else 0
+        piece = moved._replace(backward=3 * size + added, kernels=(1, 1 + sums), fused=True)
+        return replaced(cost, [moved, *self.up.of_bias(share)], [piece])
 
-    def forward(self, x_sBD: torch.Tensor, _: Batch) -> torch.Tensor:
-        x_SBF = self.up(x_sBD)
+    @property
+    def _opens(self) -> bool:
+        """Whether GELU is a piece with the gradient of its bias."""
+        return self.model.fuses and self.model.activation != "swiglu"
+
+    @property
+    def end(self) -> Row:
+        return self.down
+
+    def forward(self, x_sBD: torch.Tensor, _: Batch, bias: bool = True) -> torch.Tensor:
+        """`bias`: as of `end`."""
+        x_SBF = self.up(x_sBD, not self._opens)
         kept, instead = x_SBF.detach(), self.context.saving.instead
+        if self._opens:
+            sums = self.context.fused.sums(x_SBF.device)
+            inner = self.context.pieces.gelu(x_SBF, self.up.bias, sums)
+            with instead("mlp_act", inner, lambda: sums.gelu(kept)):
+                return self.down(inner, bias)
         if self.model.activation == "swiglu" and self.model.fuses:
             swiglu = self.context.fused.swiglu
             inner = swiglu(x_SBF)
             with instead("mlp_act", inner, lambda: swiglu(kept)):
-                return self.down(inner)
+                return self.down(inner, bias)
         if self.model.activation == "swiglu":
             gate, up = x_SBF.chunk(2, -1)
             opened = F.silu(gate)
             with instead("mlp_act", opened, lambda: F.silu(kept.chunk(2, -1)[0])):
                 inner = opened * up
             with instead("mlp_act", inner, lambda: _gated(kept)):
-                return self.down(inner)
+                return self.down(inner, bias)
         inner = F.gelu(x_SBF, approximate="tanh")
         with instead("mlp_act", inner, lambda: F.gelu(kept, approximate="tanh")):
-            return self.down(inner)
+            return self.down(inner, bias)
 
 
 def _gated(x_SBF: torch.Tensor) -> torch.Tensor:

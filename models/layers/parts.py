@@ -11,13 +11,14 @@ backward.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
 from threed.base.later import F, torch
 from threed.models.layers.base import Part
 from threed.schema import ModelConfig
-from threed.spec.kernels import FROZEN, Kernel, Moved, Product
+from threed.spec.kernels import FROZEN, WIDEST, Kernel, Moved, Product
 from threed.spec.parameter import (
     SEQUENCE,
     TILES,
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
 WORD = "embedding.word.weight"
 # Bytes that separate operations read and write to compute one number of a dropout mask (tensor/random.py).
 MASK = 269
+# Kernels that sort the tokens of a batch, find where each ends, and add up their rows (tensor/pieces).
+_SORTED = 8
 
 
 def cut_over(axis: str, dim: int, tile: Tile, runs: int = 1) -> tuple[Cut, ...]:
@@ -163,8 +166,19 @@ class Linear(Held):
             adapter.build(context, weights)
         return super().build(context, weights)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.compute(x, [adapter.factors() for adapter in self.adapters])
+    def forward(self, x: torch.Tensor, bias: bool = True) -> torch.Tensor:
+        """`bias`: False: a piece behind it has the bias: adds up its gradient, and of a Row adds it."""
+        return self.compute(x, [adapter.factors() for adapter in self.adapters], bias)
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """After `build`."""
+        return self.compute.bias if "bias" in self.held else None
+
+    @property
+    def sums_bias(self) -> bool:
+        """Whether its bias has a gradient."""
+        return "bias" in self.held and self.learns
 
     def product(self, seq_len: int, share: Share, outputs: int, inputs: int) -> Product:
         """`outputs`, `inputs`: of this rank."""
@@ -196,12 +210,16 @@ class Column(Linear):
         if axis in share.sequence:
             sent = {("forward", axis): 1, ("input", axis): 1, ("weight", axis): int(self.keeps)}
         stream, size = seq * self.model.hidden, share.bytes(seq * self.outputs, axis)
-        kernels: list[Kernel] = [self.product(seq, share, self.outputs // share.over(axis), self.inputs)]
-        if "bias" in self.held and self.learns:
-            kernels.append(Moved("gradient of the bias", 0, size, (0, 1), columns=size))
+        kernels: list[Kernel] = [self.product(seq, share, self.outputs // share.over(axis), self.inputs),
+                                 *self.of_bias(share)]
         return self.added(share) + Cost(
             tuple(kernels), operands=size if self.learns else 0,
             sent={where: share.sent(stream, axis, rings) for where, rings in sent.items()})
+
+    def of_bias(self, share: Share) -> list[Moved]:
+        """What its bias moves, where no piece has that."""
+        size = share.bytes(share.seen(self.model.seq_len, self.axis) * self.outputs, self.axis)
+        return [Moved("gradient of the bias", 0, size, (0, 1), columns=size)] if self.sums_bias else []
 
     def module(self, context: Context) -> torch.nn.Module:
         return context.column(self.inputs, self.outputs, "bias" in self.held, self.axis)
@@ -221,14 +239,18 @@ class Row(Linear):
     def cost(self, share: Share) -> Cost:
         seq = share.seen(self.model.seq_len, self.axis)
         kernels: list[Kernel] = [
-            self.product(seq, share, self.outputs, self.inputs // share.over(self.axis))]
-        if "bias" in self.held:
-            stream = share.bytes(self.model.seq_len * self.model.hidden, SEQUENCE)
-            learned = stream * self.learns
-            kernels.append(Moved("bias", 2 * stream, learned, (1, int(self.learns)), columns=learned))
+            self.product(seq, share, self.outputs, self.inputs // share.over(self.axis)),
+            *self.of_bias(share)]
         operands = share.bytes(seq * self.inputs, self.axis) if self.keeps else 0
         return self.added(share) + Cost(tuple(kernels), operands=operands,
                                         sent=sums(share, seq * self.model.hidden, self.axis))
+
+    def of_bias(self, share: Share) -> list[Moved]:
+        """As Column's."""
+        stream = share.bytes(self.model.seq_len * self.model.hidden, SEQUENCE)
+        learned = stream * self.learns
+        return [Moved("bias", 2 * stream, learned, (1, int(self.learns)), columns=learned)
+                ] if "bias" in self.held else []
 
     def module(self, context: Context) -> torch.nn.Module:
         return context.row(self.inputs, self.outputs, "bias" in self.held, self.axis)
@@ -246,6 +268,14 @@ def every(part: Part) -> Iterator[Part]:
     yield part
     for inner in part.parts():
         yield from every(inner)
+
+
+def replaced(cost: Cost, kernels: Sequence[Kernel], pieces: Sequence[Kernel]) -> Cost:
+    """A cost with pieces in place of some of its kernels."""
+    rest = [*cost.kernels]
+    for kernel in kernels:
+        rest.remove(kernel)
+    return replace(cost, kernels=(*rest, *pieces))
 
 
 def sums(share: Share, stream: int, axis: str = "tp") -> dict[tuple[str, str], Traffic]:
@@ -266,10 +296,15 @@ class LookupTable(Held):
         seen = share.bytes(share.seen(self.model.seq_len, "tp") * self.model.hidden)
         (weight,) = self.held.values()
         table = share.bytes(weight.numel, "tp") // share.sequences
-        moved = Moved("rows of the table", 2 * seen, 2 * seen + table, scattered=seen)
+        moved = [Moved("rows of the table", 2 * seen, 2 * seen + table, scattered=seen)]
         if share.over("tp") > 1 or weight.tile.count > 1:  # rows of other ranks and tiles are 0
-            moved = Moved("rows of the table", 4 * seen, 4 * seen + table, (3, 2), scattered=seen)
-        return Cost((moved,), sent=sums(share, self.model.seq_len * self.model.hidden))
+            moved = [Moved("rows of the table", 4 * seen, 4 * seen + table, (3, 2), scattered=seen)]
+        if self.model.fuses:
+            # a row of the sum, in fp32, is read and written for each token, or each row of the table
+            rows = 2 * min(seen // share.element, table // share.element) * 4
+            moved = [moved[0]._replace(backward=0, kernels=(moved[0].kernels[0], 0), scattered=0),
+                     Moved("gradient of the table", 0, seen + rows, (0, _SORTED), fused=True)]
+        return Cost(tuple(moved), sent=sums(share, self.model.seq_len * self.model.hidden))
 
     def module(self, context: Context) -> torch.nn.Module:
         return context.table(self.model.padded_vocab, self.model.hidden, self.held["weight"].tile)
@@ -279,8 +314,7 @@ class LookupTable(Held):
 
 
 class Norm(Held):
-    """model.norm, of the residual stream. It keeps its input and statistics; its output is kept by what reads
-    that."""
+    """model.norm, of the residual stream. It keeps its input and statistics, not its output."""
 
     def __init__(self, model: ModelConfig, name: str):
         self.model, self.name = model, name
@@ -291,11 +325,18 @@ class Norm(Held):
     def cost(self, share: Share) -> Cost:
         seq, numbers = self.model.seq_len, len(self.held)  # an rms norm has one number a token, in fp32
         stream = share.bytes(seq * self.model.hidden, SEQUENCE)
-        return Cost((self._moved(share),), saved=(
+        return Cost((self.moved(share),), saved=(
             Saved(f"input of {self.name}", stream),
             Saved(f"statistics of {self.name}", share.bytes(seq * numbers, SEQUENCE, 4))))
 
-    def _moved(self, share: Share) -> Moved:
+    @property
+    def fuses(self) -> bool:
+        """Whether it is a piece with the sum that it reads, and with what else reads that (tensor/pieces)."""
+        model = self.model
+        return model.fuses and model.norm == "layernorm" and model.hidden <= WIDEST
+
+    def moved(self, share: Share) -> Moved:
+        """Of the norm alone."""
         numel = share.bytes(self.model.seq_len * self.model.hidden, SEQUENCE, 1)
         return moved_by_norm(self.name, numel, share.element,
                              self.model.norm == "layernorm" or self.model.fuses, "norm")
@@ -305,6 +346,20 @@ class Norm(Held):
         if self.model.norm == "rmsnorm":
             return self.context.rms_norm(x, weight, eps)
         return F.layer_norm(x, x.shape[-1:], weight, self.compute.bias, eps)
+
+    def beside(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The norm of x; and x, for what else reads it: the gradients of both are one pass."""
+        return self.context.pieces.normed(x, self.values, self.context.fused.sums(x.device))
+
+    def again(self, x: torch.Tensor) -> torch.Tensor:
+        """The norm of x, as it was computed before: without a graph."""
+        by = self.context.fused.sums(x.device)
+        return by.ended(x, None, None, None, self.values)[1] if self.fuses else self(x)
+
+    @property
+    def values(self) -> Any:
+        """As pieces.Normed."""
+        return self.context.pieces.Normed(self.compute.weight, self.compute.bias, self.model.norm_eps)
 
 
 def moved_by_norm(name: str, numel: int, own: int, one: bool, piece: str) -> Moved:
@@ -330,9 +385,21 @@ class Dropout(Part):
             return Cost()
         own = share.element
         if self.model.fuses:
-            return Cost((Moved("dropout", 2 * own * size, 2 * own * size, fused=True),))
+            return Cost((*self.moved(share),))
         moved = Moved("dropout", (MASK + 4 * own + 1) * size, (4 * own + 1) * size, (31, 2))
         return Cost((moved,), saved=(Saved("dropout mask", size),))
+
+    def moved(self, share: Share) -> list[Moved]:
+        """Of dropout as a piece of its own."""
+        size = share.bytes(self.model.seq_len * self.model.hidden, SEQUENCE)
+        return [Moved("dropout", 2 * size, 2 * size, fused=True)] if self.model.dropout else []
+
+    def dropped(self, batch: Batch) -> Any:
+        """As pieces.DropOf, for a piece that drops; None where nothing is dropped."""
+        if self.model.dropout == 0.0 or not batch.train:
+            return None
+        rows, key = self.context.places(batch.documents).runs, (batch.seed, self.site)
+        return self.context.pieces.DropOf(self.model.dropout, key, batch.samples_B, rows)
 
     def forward(self, x_sBD: torch.Tensor, batch: Batch) -> torch.Tensor:
         probability = self.model.dropout

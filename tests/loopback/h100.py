@@ -31,6 +31,7 @@ from threed.engine.loopback import ThreadGroup, World
 from threed.tensor import fused_loss
 from threed.tensor.documents import rotate_at
 from threed.tensor.fused import Body, Fused
+from threed.tensor.pieces import DropOf, Kernels, Normed, Statistics
 
 PROCESSOR, WARP = 90, 32  # sm_90; threads of a warp
 GPU = types.SimpleNamespace(name="NVIDIA H100 80GB HBM3", major=9, minor=0, multi_processor_count=132,
@@ -95,7 +96,46 @@ def kernels(dtype: torch.dtype) -> list[Kernel]:
         take("loss", "forward")
         losses.sum().backward()
         take("loss", "backward")
+        for name, (forward, backward) in sums(dtype).items():
+            forward()
+            take(name, "forward")
+            backward()
+            take(name, "backward")
     return found
+
+
+def sums(dtype: torch.dtype) -> dict[str, tuple[Callable[[], object], Callable[[], object]]]:
+    """The pieces with sums over tokens, as layers of a GPT of the same sizes call them in forward and in
+    backward: all that is summed."""
+    from threed.tensor.pieces_kernel import start
+
+    kernels, rows = Kernels(start), 64
+
+    def drawn(*sizes: int, kind: torch.dtype = dtype) -> torch.Tensor:
+        return torch.zeros(*sizes, dtype=kind)
+
+    up = drawn(rows, 1, 4 * HIDDEN)
+    heads = drawn(1, HEADS, rows, HEAD).permute(2, 0, 1, 3).unflatten(2, (HEADS, 1))
+    tokens = torch.zeros(1, dtype=torch.int64)
+    drop = DropOf(0.1, (0, "here"), tokens, ((range(rows),),))
+    ids, table = torch.zeros(rows, 1, dtype=torch.int64), drawn(128, HIDDEN, kind=torch.float32)
+
+    def ended(width: int, drop: DropOf | None,
+              normed: bool = True) -> tuple[Callable[[], object], Callable[[], object]]:
+        x, numbers = drawn(rows, 1, width), drawn(rows, 1, 1, kind=torch.float32)
+        norm = Normed(drawn(width), drawn(width), 1e-5) if normed else None
+        kept = Statistics(x, numbers, numbers) if normed else None
+        of_normed = x if normed else None
+        return (lambda: kernels.ended(x, x, drawn(width), drop, norm),
+                lambda: kernels.ended_backward(x, of_normed, kept, norm, drop, (True, normed)))
+
+    return {
+        "GELU and its bias": (lambda: kernels.gelu(up), lambda: kernels.gelu_backward(up, up, True)),
+        "queries, keys, values": (lambda: None, lambda: kernels.joined([heads] * 3, True)),
+        "bias and sum": ended(HIDDEN, None, False),
+        "bias, sum, layer norm": ended(HIDDEN, None),
+        "bias, dropout, sum, layer norm": ended(HIDDEN, drop),
+        "rows of a table": (lambda: None, lambda: kernels.add_rows(table, ids, drawn(rows, 1, HIDDEN)))}
 
 
 def _called(piece: Callable[[Fused], torch.Tensor]) -> list[tuple[Body, tuple[Any, ...]]]:
@@ -177,7 +217,9 @@ def an_h100() -> Iterator[Started]:
 
     def by_triton(self: Any, *given: Any, grid: Any, warmup: bool, **others: Any) -> Any:
         binary = run(self, *given, grid=grid, warmup=True, **others)
-        started[self] = [(f"BLOCK {others['BLOCK']}; {others['num_warps']} warps", binary)]
+        sizes = ", ".join(f"{name} {size}" for name, size in others.items()
+                          if name.isupper() and not isinstance(size, bool))
+        started[self] = [(f"{sizes}; {others['num_warps']} warps", binary)]
         return binary
 
     def says(value: Any) -> Any:

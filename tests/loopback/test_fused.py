@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from tests.harness import assert_contract, cell_config, covering, loopback, same_bits, tiny
 from tests.loopback import interpreted
 from threed.base.errors import ConfigError, InputError, RunError
+from threed.devices import device_of
 from threed.engine import compiler
 from threed.engine.compiler import lacks, uncompiled
 from threed.engine.device import compiles
@@ -26,6 +27,7 @@ from threed.tensor import fused
 from threed.tensor.alive import Alive
 from threed.tensor.fused import Fused
 from threed.tensor.fused_loss import Chunks
+from threed.tensor.pieces import Separate
 from threed.tensor.random import keep_mask
 
 S, B, D = 6, 2, 8
@@ -116,6 +118,7 @@ def test_dropout_keeps_nothing():
         assert alive.bytes() == y.nbytes
 
 
+SUMS = ("gelu", "gelu_backward", "joined", "ended", "ended_backward", "add_rows")
 LLAMA = ["model.activation=swiglu", "model.norm=rmsnorm", "model.bias=false", "model.kv_heads=4",
          "model.dropout=0.1"]
 MESHES = {"alone": [], "sp": ["parallel.tp=2", "parallel.sequence_parallel=true"],
@@ -299,6 +302,23 @@ def test_the_losss_kernels_may_fail(monkeypatch, capsys):
         assert capsys.readouterr().err.count("was not compiled on this rank") == 1
     with pytest.raises(RuntimeError, match="C\\+\\+ compile error"):
         Fused(compile=True).kernels(torch.device("cuda"))
+
+
+@pytest.mark.usefixtures("broken")
+@pytest.mark.parametrize("fails_in", SUMS)
+def test_kernels_of_sums_may_fail(fails_in, monkeypatch, capsys):
+    """In forward, or in backward behind a forward that was theirs: with one warning, and to the bits of
+    separate operations where none has run before."""
+    works = {name: getattr(Separate, name) for name in SUMS}
+    monkeypatch.setattr(fused, "_kernels",
+                        lambda: types.SimpleNamespace(**{**works, fails_in: no_compiler()}))
+    monkeypatch.setattr(type(device_of(torch.device("cpu"))), "triton", True)
+    monkeypatch.setattr("threed.engine.engine.compiles", lambda config, _: config.model.fuses)
+    monkeypatch.setattr(Fused, "kernels", lambda *_: None)
+    config = ["model.dropout=0.1", "precision.dtype=bf16", "model.position=learned"]
+    ranks = [loopback(tiny(*config, f"model.fused={text}"), 2) for text in ("auto", "off")]
+    assert ranks[0].losses == pytest.approx(ranks[1].losses, rel=1e-3)
+    assert capsys.readouterr().err.count("was not compiled on this rank") == 1
 
 
 @pytest.mark.usefixtures("broken")

@@ -20,7 +20,12 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs the p
 # Kernels in forward and in backward, as layers price them. (torch adds up what programs of a norm's backward
 # leave by a kernel that is ready.)
 NUMBERS = {"SwiGLU": (1, 1), "rotary": (1, 1), "rotary in documents": (1, 1), "dropout": (1, 1),
-           "RMS norm": moved_by_norm("", 1, 2, True, "").kernels, "loss": (1, 1)}
+           "RMS norm": moved_by_norm("", 1, 2, True, "").kernels, "loss": (1, 1),
+           # (torch adds up what the strips leave, too; of queries, keys and values each is a start of one)
+           "GELU and its bias": (1, 1), "queries, keys, values": (0, 1), "bias and sum": (1, 1),
+           "bias, sum, layer norm": (1, 1), "bias, dropout, sum, layer norm": (1, 1),
+           "rows of a table": (0, 1)}
+ONLY_BACKWARD = {name for name, (forward, _) in NUMBERS.items() if not forward}
 WAITS = 48  # registers of a thread, up to which an SM has room for 40 warps or more, to wait for memory
 
 
@@ -36,7 +41,8 @@ def test_every_piece_is_as_few_kernels_as_its_price_says(kernels):
     numbers = defaultdict(set)
     for kernel in kernels:
         numbers[kernel.piece, kernel.way].add(kernel.number)
-    assert numbers.keys() == {(name, way) for name in NUMBERS for way in ("forward", "backward")}
+    assert numbers.keys() == {(name, way) for name in NUMBERS for way in ("forward", "backward")
+                              if way == "backward" or name not in ONLY_BACKWARD}
     for name, most in NUMBERS.items():
         assert len(numbers[name, "forward"]) <= most[0] and len(numbers[name, "backward"]) <= most[1], name
 
@@ -44,8 +50,9 @@ def test_every_piece_is_as_few_kernels_as_its_price_says(kernels):
 def test_no_kernel_spills(kernels):
     assert not [kernel for kernel in kernels if kernel.spilled]
     many = [kernel for kernel in kernels if kernel.registers > WAITS]
-    # Its sums over tokens are kept in registers.
-    assert {(kernel.piece, kernel.way) for kernel in many} <= {("RMS norm", "backward")}, many
+    # Their sums over tokens are kept in registers; and rows of several tokens, to have them sooner.
+    with_sums = {"RMS norm", *NUMBERS} - {"SwiGLU", "rotary", "rotary in documents", "dropout", "loss"}
+    assert {(kernel.piece, kernel.way) for kernel in many} <= {(name, "backward") for name in with_sums}, many
 
 
 def test_the_machine_is_itself_again():

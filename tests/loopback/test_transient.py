@@ -82,6 +82,7 @@ def alike(monkeypatch: pytest.MonkeyPatch) -> None:
     message; attention over cp is one kernel. As here: no piece is compiled."""
     monkeypatch.setattr(rectangles, "HOST", rectangles.SHAPES)
     monkeypatch.setattr(Alive, "one_kernel", nullcontext)
+    monkeypatch.delattr(transient._Kernels, "sums")
     monkeypatch.setattr(Gradient, "_add_product", lambda *_: None)
     call = ThreadGroup._call
 

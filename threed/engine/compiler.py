@@ -14,6 +14,7 @@ import torch
 from threed.devices import device_of
 from threed.schema import Config
 from threed.tensor.fused import Fused, in_short
+from threed.tensor.pieces import DropOf, Normed, Statistics
 
 THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
 
@@ -32,9 +33,22 @@ def lacks(device: torch.device) -> str:
         if (kernels := pieces.kernels(device)) is not None:  # triton itself starts them, torch the others
             kernels.statistics(torch.zeros(1, 1, 16, device=device),
                                torch.zeros(1, 1, dtype=torch.int64, device=device), 16, None)
+        _try_sums(pieces, device)
         return ""
     except Exception as error:  # of a compiler, which may raise anything
         return _missing(triton) or f"a small piece was not compiled: {in_short(error)}"
+
+
+def _try_sums(fused: Fused, device: torch.device) -> None:
+    """Run each kernel of the pieces with sums over tokens once."""
+    sums, x = fused.sums(device), torch.zeros(2, 1, 16, device=device)
+    drop = DropOf(0.5, (0, ""), torch.zeros(1, dtype=torch.int64, device=device), ((range(2),),))
+    norm = Normed(x[0, 0], x[0, 0], 1e-5)
+    sums.gelu_backward(sums.gelu(x), x, True)
+    sums.joined([x.view(2, 1, 1, 1, 16)] * 3, True)
+    stream, _, *kept = sums.ended(x, x, x[0, 0], drop, norm)
+    sums.ended_backward(x, x, Statistics(stream, *kept), norm, drop, (True, True))
+    sums.add_rows(torch.zeros(2, 16, device=device), torch.zeros(2, 1, dtype=torch.int64, device=device), x)
 
 
 def uncompiled(config: Config, device: torch.device) -> list[str]:

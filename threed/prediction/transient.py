@@ -45,6 +45,7 @@ from threed.tensor.documents import Documents
 from threed.tensor.fused import Body, Fused
 from threed.tensor.fused_loss import LossKernels
 from threed.tensor.layers import WeightGrads
+from threed.tensor.pieces import Kernels, Pieces
 from threed.tensor.precision import DTYPES
 from threed.tensor.rectangles import SHAPES, Rectangle
 from threed.tensor.saving import SavingPolicy, UnsavedMemory
@@ -253,6 +254,9 @@ class _Kernels(Fused):
     def kernels(self, device: torch.device) -> LossKernels | None:
         return _Loss
 
+    def sums(self, device: torch.device) -> Pieces:
+        return Kernels(_nothing)
+
 
 class _Loss:
     """The loss's kernels, without numbers: what they make."""
@@ -282,5 +286,5 @@ def _forgetting(grads: WeightGrads) -> Callable[[torch.Tensor], None]:
     return hook
 
 
-def _nothing(*_: Any) -> None:
+def _nothing(*_: Any, **__: Any) -> None:
     pass

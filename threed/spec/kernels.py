@@ -10,6 +10,19 @@ from __future__ import annotations
 from typing import NamedTuple
 
 FROZEN = "frozen"
+# The widest residual stream of which a norm's backward keeps its sums over tokens in registers (model.fused).
+WIDEST = 4096
+
+
+def strips(width: int, tokens: int, whole: bool) -> int:
+    """Strips of tokens of which a kernel of model.fused leaves a row of sums each, on every card as many.
+    `whole`: a program has all `width` numbers of a token, and not some columns."""
+    return min(max(256, (1 << 19) // width) if whole else 64, tokens)
+
+
+def partial_sums(width: int, tokens: int, whole: bool = False, count: int = 1) -> int:
+    """Bytes in which these sums are written, and read."""
+    return 2 * 4 * count * width * strips(width, tokens, whole)
 
 
 class Product(NamedTuple):

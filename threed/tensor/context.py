@@ -16,7 +16,7 @@ from threed.schema import KEYS, ModelConfig
 from threed.spec.deal import by_documents
 from threed.spec.parameter import NOT_COUNTED, Tile
 from threed.tensor import experts as expert_operations
-from threed.tensor import fused_loss
+from threed.tensor import fused_loss, pieces
 from threed.tensor.documents import Documents, attend, outside, rotate_at
 from threed.tensor.fused import Fused, rotate
 from threed.tensor.fused_loss import CHUNK, Chunks, LossKernels
@@ -136,6 +136,7 @@ class Context:
     attend_to_gathered = staticmethod(attend_to_gathered)
     to_heads = staticmethod(to_heads)
     to_tokens = staticmethod(to_tokens)
+    pieces: ClassVar[Any] = pieces
     experts: ClassVar[Any] = expert_operations  # of layers with experts
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -158,7 +159,8 @@ class Context:
                                  self.weight_grads)
 
     def table(self, vocab: int, hidden: int, tile: Tile) -> VocabParallelEmbedding:
-        return VocabParallelEmbedding(vocab, hidden, _core(self, "tp"), self.group, *tile)
+        return VocabParallelEmbedding(vocab, hidden, _core(self, "tp"), self.group, self.weight_grads,
+                                      self.fused if self.model.fuses else None, tile)
 
     def cross_entropy(self, logits_SBV: torch.Tensor, labels_SB: torch.Tensor) -> torch.Tensor:
         """Loss of each token, [S, B]. It, or its backward, may overwrite the logits."""

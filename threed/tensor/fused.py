@@ -6,7 +6,8 @@ mask is computed from counters. The bodies have the operations of the plain piec
 have the same bits; compiled bodies (`compile`) read and write each tensor once, and round once.
 
 The loss is such a piece, too: its kernels are our own (`loss_kernel`), and without them it is computed in
-chunks. Either way keeps the logits in the dtype of compute, and writes their gradient over them.
+chunks. Either way keeps the logits in the dtype of compute, and writes their gradient over them. So are the
+pieces with sums over tokens (`pieces`).
 
 Shapes: [...] any; F hidden layer of an MLP, E head size.
 """
@@ -24,6 +25,7 @@ from threed.base.console import say
 from threed.base.errors import ThreedError
 from threed.devices import device_of
 from threed.tensor.fused_loss import Chunks, LossKernels
+from threed.tensor.pieces import Kernels, Pieces, Separate
 from threed.tensor.places import Rows, numbers
 from threed.tensor.random import keyed, mask_of
 from threed.tensor.rectangles import kernel
@@ -52,6 +54,12 @@ class Fused:
         if not self.compile or not device_of(device).triton:
             return None
         return self._fallback or _triton()
+
+    def sums(self, device: torch.device) -> Pieces:
+        """What computes pieces with sums over tokens on a device: kernels, or separate operations."""
+        if not self.compile or not device_of(device).triton:
+            return Separate
+        return self._fallback or _kernels()
 
     def swiglu(self, x: torch.Tensor) -> torch.Tensor:
         """silu(gate) * up, where x is gate and up: [..., 2F] -> [..., F]."""
@@ -86,10 +94,16 @@ def _triton() -> LossKernels:
     return TritonKernels
 
 
+def _kernels() -> Pieces:
+    from threed.tensor.pieces_kernel import start
+
+    return Kernels(start)
+
+
 class _Fallback:
-    """Compiled bodies and the loss's kernels, until one cannot be compiled. A compiler works at the first
-    call of a body, and at that with a new shape, where what it lacks may be found out late: a full disk, a
-    shape that it fails on."""
+    """Compiled bodies, the loss's kernels and those of sums, until one cannot be compiled. A compiler works
+    at the first call of a body, and at that with a new shape, where what it lacks may be found out late: a
+    full disk, a shape that it fails on."""
 
     def __init__(self) -> None:
         self.needed = False
@@ -105,6 +119,24 @@ class _Fallback:
 
     def gradient(self, *given: Any) -> torch.Tensor:
         return self._run(lambda: _triton().gradient, Chunks().gradient, *given)
+
+    def gelu(self, *given: Any) -> Any:
+        return self._run(lambda: _kernels().gelu, Separate.gelu, *given)
+
+    def gelu_backward(self, *given: Any) -> Any:
+        return self._run(lambda: _kernels().gelu_backward, Separate.gelu_backward, *given)
+
+    def joined(self, *given: Any) -> Any:
+        return self._run(lambda: _kernels().joined, Separate.joined, *given)
+
+    def ended(self, *given: Any) -> Any:
+        return self._run(lambda: _kernels().ended, Separate.ended, *given)
+
+    def ended_backward(self, *given: Any) -> Any:
+        return self._run(lambda: _kernels().ended_backward, Separate.ended_backward, *given)
+
+    def add_rows(self, *given: Any) -> Any:
+        return self._run(lambda: _kernels().add_rows, Separate.add_rows, *given)
 
     def _run(self, compiled: Callable[[], Body], plain: Body, *inputs: Any) -> Any:
         if self.needed:

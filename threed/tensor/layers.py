@@ -22,6 +22,9 @@ import torch.nn.functional as F
 from threed.comm.group import Group
 from threed.tensor import adapters
 from threed.tensor.adapters import Added, Half
+from threed.tensor.fused import Fused
+from threed.tensor.pieces import Separate
+from threed.tensor.table_rows import rows_of
 
 # What megatron-core imports where it is installed, and threed does not use. wandb and tensorboard take a
 # second each, and wandb makes folders in TMPDIR, which a killed process leaves. The others are for GPUs:
@@ -251,7 +254,7 @@ class _Row(torch.autograd.Function):
 
 
 class _SumOverTp(torch.autograd.Function):
-    """Sums the parts of all ranks: [S, B, H] -> [S or s, B, H]."""
+    """Pieces the parts of all ranks: [S, B, H] -> [S or s, B, H]."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Group, sp: bool):
@@ -268,7 +271,7 @@ class _SumOverTp(torch.autograd.Function):
 
 
 class _Total(torch.autograd.Function):
-    """Sums the parts of all ranks; each part has the gradient of the sum."""
+    """Pieces the parts of all ranks; each part has the gradient of the sum."""
 
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, group: Group):
@@ -295,10 +298,12 @@ class ColumnParallelLinear(megatron.ColumnParallelLinear):
         self.group, self.sp, self.weight_grads = group, config.sequence_parallel, weight_grads
 
     def forward(self, x: torch.Tensor,  # pyright: ignore[reportIncompatibleMethodOverride]
-                added: Sequence[tuple[Any, ...]] = ()) -> torch.Tensor:
-        """`added`: adapters, as Factors."""
+                added: Sequence[tuple[Any, ...]] = (), bias: bool = True) -> torch.Tensor:
+        """`added`: adapters, as Factors. `bias`: whether backward has the gradient of the bias; else a piece
+        behind it has."""
         rest, matrices = adapters.separated(added)
-        return _Column.apply(x, self.weight, self.bias, self, rest, *matrices)  # pyright: ignore
+        own = self.bias if bias or self.bias is None else self.bias.detach()
+        return _Column.apply(x, self.weight, own, self, rest, *matrices)  # pyright: ignore
 
 
 class RowParallelLinear(megatron.RowParallelLinear):
@@ -312,35 +317,46 @@ class RowParallelLinear(megatron.RowParallelLinear):
         self.group, self.sp, self.weight_grads = group, config.sequence_parallel, weight_grads
 
     def forward(self, x: torch.Tensor,  # pyright: ignore[reportIncompatibleMethodOverride]
-                added: Sequence[tuple[Any, ...]] = ()) -> torch.Tensor:
-        """`added`: adapters, as Factors."""
+                added: Sequence[tuple[Any, ...]] = (), bias: bool = True) -> torch.Tensor:
+        """`added`: adapters, as Factors. `bias`: whether it is added; else a piece behind it does that."""
         rest, matrices = adapters.separated(added)
         output = _Row.apply(x, self.weight, self, rest, *matrices)
-        return output if self.bias is None else output + self.bias  # pyright: ignore
+        return output + self.bias if bias and self.bias is not None else output  # pyright: ignore
 
 
 class VocabParallelEmbedding(megatron.VocabParallelEmbedding):
     """Token ids [B, S] -> [S or s, B, H], with rows of the table cut over tp. A tile gives zeros for ids that
     it does not have."""
 
-    def __init__(self, vocab: int, hidden: int, config: ModelParallelConfig, group: Group, tile: int = 0,
-                 tiles: int = 1):
+    def __init__(self, vocab: int, hidden: int, config: ModelParallelConfig, group: Group,
+                 weight_grads: WeightGrads, fused: Fused | None = None, part: tuple[int, int] = (0, 1)):
+        """`fused`: where the gradients of rows may be a piece of it. `part`: a tile, of how many."""
+        tile, tiles = part
         super().__init__(vocab // tiles, hidden, init_method=torch.nn.init.zeros_, config=config,
                          tp_group=group)  # pyright: ignore[reportArgumentType]
         self.group, self.sp, self.whole = group, config.sequence_parallel, group.size() == tiles == 1
+        self.weight_grads, self.fused = weight_grads, fused
         self.vocab_start_index += tile * (vocab // tiles)
         self.vocab_end_index += tile * (vocab // tiles)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        tokens = tokens.t()
-        if self.whole:
-            return F.embedding(tokens, self.weight)
-        elsewhere = (tokens < self.vocab_start_index) | (tokens >= self.vocab_end_index)
-        part = F.embedding((tokens - self.vocab_start_index).masked_fill(elsewhere, 0), self.weight)
-        part = part.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+        part = self._part(tokens.t())
         if self.group.size() == 1:
             return part
         return _SumOverTp.apply(part, self.group, self.sp)  # pyright: ignore[reportReturnType]
+
+    def _part(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The rows that this rank (and tile) has, zeros for others. [S, B] -> [S, B, H]."""
+        sums = self.fused.sums(tokens.device) if self.fused is not None else Separate
+        if self.whole and sums is Separate:
+            return F.embedding(tokens, self.weight)
+        elsewhere = (tokens < self.vocab_start_index) | (tokens >= self.vocab_end_index)
+        if sums is not Separate:
+            return rows_of(self.weight, tokens if self.whole else
+                           (tokens - self.vocab_start_index).masked_fill_(elsewhere, len(self.weight)),
+                           self.whole, (self.weight_grads, sums))
+        part = F.embedding((tokens - self.vocab_start_index).masked_fill(elsewhere, 0), self.weight)
+        return part.masked_fill(elsewhere.unsqueeze(-1), 0.0)
 
 
 class _CrossEntropy(torch.autograd.Function):

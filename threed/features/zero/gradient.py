@@ -17,6 +17,7 @@ from threed.features.zero.part import UnitPart
 from threed.features.zero.storage import Storage
 from threed.features.zero.transition import Transition
 from threed.tensor.layers import WeightGrads
+from threed.tensor.pieces import Pieces
 from threed.tensor.products import add_product
 
 
@@ -127,6 +128,7 @@ class Gradient:
             one, several = partial(self._add_product, number), partial(self._add_products, number)
             parameter.add_product = one  # pyright: ignore[reportAttributeAccessIssue]
             parameter.add_products = several  # pyright: ignore[reportAttributeAccessIssue]
+            parameter.add_rows = partial(self._add_rows, number)  # pyright: ignore[reportAttributeAccessIssue]
             parameter.add_count = partial(self._add, number)  # pyright: ignore[reportAttributeAccessIssue]
             # A weak reference, since Python cannot collect a reference cycle through a hook.
             hook = _hook(weakref.WeakMethod(self._add), number, storage.weight_grads)
@@ -171,6 +173,11 @@ class Gradient:
         into, written = self.into(number)
         for matrix, (left, right) in zip(into.flatten(1, -2).unbind(), pairs, strict=True):
             add_product(matrix, written, left, right)
+
+    def _add_rows(self, number: int, ids: torch.Tensor, grad: torch.Tensor, sums: Pieces) -> None:
+        """Add [..., columns] to the rows `ids` of a parameter; ids behind its last row are left out."""
+        into, written = self.into(number)
+        sums.add_rows(into if written else into.zero_(), ids, grad)
 
     def written(self) -> Iterable[torch.Tensor]:
         """The gradients added up so far, one per parameter that has one."""

@@ -66,8 +66,8 @@ def cost(plan: Plan, hardware: Hardware, measured: Costs | None = None, imbalanc
             added_s = max(0.0, compute.added(size) - copied_s) if times > 1 else 0.0
             return copied_s + (1 - 1 / max(1, times)) * added_s
         sent_s = travel.seconds(position, instruction)
-        by_counts = busiest and op == Op.EXCHANGE and trip_of(instruction, table).counts
-        return sent_s * imbalance if by_counts else sent_s
+        travels = busiest and op == Op.EXCHANGE and instruction.of_slot
+        return sent_s * imbalance if travels and trip_of(instruction, table).counts else sent_s
 
     def seconds(position: int, instruction: Instruction) -> float:
         op = instruction.op

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -105,11 +105,12 @@ def rows_of_matrices(config: Config, name: str, shape: torch.Size) -> list[torch
 class Matrices(torch.optim.Optimizer):
     """Each matrix by torch.optim.Muon, or by `Turned` where that has no such turn; the rest by AdamW."""
 
-    def __init__(self, config: Config, groups: list[dict], names: dict[str, torch.Tensor]):
+    def __init__(self, config: Config, groups: list[dict], names: Mapping[str, torch.Tensor],
+                 rows_of: Callable[[Config, str, torch.Size], list[torch.Tensor]] = rows_of_matrices):
         self.config, mine = config.optimizer, config.optimizer
         self.parts: list[tuple[torch.Tensor, torch.Tensor, nn.Parameter]] = []
         for name, value in names.items():
-            for rows in rows_of_matrices(config, name, value.shape):
+            for rows in rows_of(config, name, value.shape):
                 matrix = nn.Parameter(value.detach().reshape(-1, value.shape[-1])[rows].clone())
                 self.parts.append((value, rows, matrix))
         matrices, turned = [matrix for *_, matrix in self.parts], [value for value, *_ in self.parts]

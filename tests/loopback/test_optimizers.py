@@ -51,7 +51,8 @@ MORE_WAYS = {
     "tp-4": [*LLAMA, "parallel.tp=4", "parallel.pp=1", "zero.stage=1"],
     "biases": [*DP, "parallel.tp=2", "model.tie_embeddings=true", "model.qk_norm=true", "zero.stage=0"],
     "persistent": [*LLAMA, "zero.stage=3", "zero.persist_below=1500"],
-    "groups": [*PLAIN, "parallel.dp=4", "parallel.pp=1", "zero.shard_size=2", "zero.stage=2", "parallel.tp=2"],
+    "groups": [*PLAIN, "parallel.dp=4", "parallel.pp=1", "zero.shard_size=2", "zero.stage=2",
+               "parallel.tp=2"],
     "order": [*PLAIN, "parallel.tp=2", "parallel.axis_order=tp-pp-dp", "zero.stage=1"],
     "cp": [*PLAIN, "parallel.cp=2", "zero.stage=1"],
     "heads": [*LLAMA, "optimizer.matrices=heads", "parallel.tp=2"],
@@ -78,7 +79,7 @@ def settings(name: str, way: str) -> list[str]:
     """Overrides with which an optimizer's numbers can be compared."""
     # Lion moves every weight by lr: a sign that rounding turns is seen only where it is a large part of the
     # weights. And a turn in bf16 moves by 1e-2 where its input moves by 1e-7.
-    own = {"lion": ["optimizer.lr=1e-4"], **dict.fromkeys(TURNING, ["optimizer.turn_dtype=fp32"])}
+    own = {"lion": ["optimizer.lr=1e-4"], **{each: ["optimizer.turn_dtype=fp32"] for each in TURNING}}
     return [f"optimizer.name={name}", *own.get(name, []), *{**WAYS, **MORE_WAYS}[way]]
 
 
@@ -92,8 +93,8 @@ def test_stages_have_the_same_bits(name):
     """All stages that sum in one order."""
     once = {2: ["zero.reduce_every=step"], 3: ["zero.reduce_every=step"]}
     clip = ["optimizer.clip_grad=0.5"] if name in TURNING else []
-    same_bits([loopback(tiny(*WAYS[f"zero-{stage}"], *once.get(stage, []), f"optimizer.name={name}", *clip), 3)
-               for stage in range(4)])
+    same_bits([loopback(tiny(*WAYS[f"zero-{stage}"], *once.get(stage, []), f"optimizer.name={name}", *clip),
+                        3) for stage in range(4)])
 
 
 @pytest.mark.parametrize(("name", "way"), [

@@ -137,7 +137,10 @@ def test_owners_are_balanced(pp, units):
         for number in table.held(position):
             for each in getattr(table.parameters[number].turning, "matrices", ()):
                 work[each.owner] += each.flops
-        assert max(work.values()) / (sum(work.values()) / (64 // pp)) < 1.10
+        most = max(work.values()) / (sum(work.values()) / (64 // pp))
+        assert most < 1.10
+        assert {way.busiest for number in table.held(position)
+                if (way := table.parameters[number].turning)} == {round(most, 4)}
 
 
 def test_bytes_of_the_exchanges():
@@ -153,7 +156,12 @@ def test_bytes_of_the_exchanges():
         sent = sent_by(table, Instruction(Op.EXCHANGE, number, kind="update", group=OWNERS))
         assert sent == {"dp": round(unit.turning.sent * 2 / 4)}
         assert table.size(Slot(SlotKind.UPDATE, number)) == unit.numel // 2 * 2
-        assert table.size(Slot(SlotKind.MATRIX, number)) == unit.turning.most * 2
+        assert table.size(Slot(SlotKind.MATRIX, number)) == unit.turning.owned * 2
+    ways = [unit.turning for unit in table.parameters.values() if unit.turning]
+    owned = Counter[int]()
+    for each in (each for way in ways for each in way.matrices):
+        owned[each.owner] += math.prod(each.shape)
+    assert 0 <= sum(way.owned for way in ways) - max(owned.values()) <= len(ways)
 
 
 def test_whole_parts_come_back_where_state_is_whole():

@@ -7,6 +7,7 @@ rank that has least to do.
 from __future__ import annotations
 
 import heapq
+import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -60,6 +61,13 @@ def _dealt(config: Config, mesh: Mesh, group: str,
         load, rank = heapq.heappop(free)
         owner[which] = rank
         heapq.heappush(free, (load + work[which], rank))
+    elements = {(number, index): math.prod(each.shape)
+                for number, unit in units.items() for index, each in enumerate(unit.whole)}
+    owned, done = Counter[int](), Counter[int]()
+    for which, rank in owner.items():
+        owned[rank] += elements[which]
+        done[rank] += work[which]
+    busiest = max(done.values()) * len(ranks) / sum(done.values())
     dealt, known = {}, dict[object, _Held]()
     for number, unit in units.items():
         alike = tuple((placed.start, replace(placed.parameter, name="", std=0.0, init=None))
@@ -72,8 +80,10 @@ def _dealt(config: Config, mesh: Mesh, group: str,
                          for index, each in enumerate(unit.whole))
         sent, returned = (sum(count for rank, counted in enumerate(of) for index, count in counted.items()
                               if owner[number, index] != rank) for of in held)
+        mine = sum(elements[number, index] for index in range(len(unit.whole)))
+        share = -(-mine * max(owned.values()) // sum(elements.values()))
         dealt[number] = Turning(group, len(ranks), matrices, BYTES[config.optimizer.turn_dtype], sent,
-                                returned)
+                                returned, share, round(busiest, 4))
     return dealt
 
 

@@ -17,18 +17,7 @@ from typing import NamedTuple
 
 from threed.base.mesh import GROUPS
 from threed.program.entries import MadeTensor, ReadTensor, gradient_of
-from threed.program.instruction import (
-    PARTS,
-    SENT,
-    TO_OWNERS,
-    WHOLES,
-    WORDS,
-    Instruction,
-    Op,
-    Slot,
-    SlotKind,
-    Tier,
-)
+from threed.program.instruction import PARTS, SENT, WHOLES, WORDS, Instruction, Op, Slot, SlotKind, Tier
 from threed.program.table import Table
 from threed.program.trips import comes_again, trip_of
 from threed.program.turning import arrival_of, part_of
@@ -311,11 +300,10 @@ def _part(item: Instruction, table: Table, snapshot: tuple[Slot, ...]) -> Effect
 
 
 def _exchange(item: Instruction, table: Table, _: int) -> Effects:
-    if item.kind not in TO_OWNERS:
+    source, arrives = (item.slot,), arrival_of(item, table)
+    if arrives is None:
         return _travel(item, table)
-    source = (item.slot,)
-    return Effects(GROUPS[item.group].lane, source, (arrival_of(item, table),), frees=source,
-                   groups=(item.group,))
+    return Effects(GROUPS[item.group].lane, source, (arrives,), frees=source, groups=(item.group,))
 
 
 # ---- moves between forms and tiers

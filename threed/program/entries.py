@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections import Counter
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -113,14 +111,10 @@ class Turning:
     # Elements that all ranks of the group together send: to the owners, and back
     sent: int
     returned: int
-
-    @property
-    def most(self) -> int:
-        """Elements of the matrices of the owner that has most of them."""
-        owned = Counter[int]()
-        for each in self.matrices:
-            owned[each.owner] += math.prod(each.shape)
-        return max(owned.values(), default=0)
+    # Elements that a rank owns, as the plan counts them: all units of a position together, as many as the
+    # rank that owns most.
+    owned: int
+    busiest: float  # FLOPs of the owner that has most to do, of all units of a position, over the mean
 
 
 @dataclass(frozen=True)

@@ -112,5 +112,5 @@ class Shards:
             return unit.numel // unit.shards * 4 * self.kept_kinds(slot.unit)
         if unit.turning is not None and slot.kind in (*TO_OWNERS, *TO_OWNERS.values()):
             elements = {SlotKind.UPDATE: unit.numel // unit.shards, SlotKind.DIRECTION: self.numel(slot.unit)}
-            return elements.get(SlotKind(slot.kind), unit.turning.most) * unit.turning.element
+            return elements.get(SlotKind(slot.kind), unit.turning.owned) * unit.turning.element
         return self.numel(slot.unit) * self.elements.grad

@@ -18,7 +18,7 @@ from threed.program.instruction import TO_OWNERS, Instruction, Slot, SlotKind
 from threed.program.table import Table
 
 
-class Part(NamedTuple):
+class StepPart(NamedTuple):
     """What a part of a step does."""
 
     used: Slot  # is freed
@@ -26,18 +26,21 @@ class Part(NamedTuple):
     steps: bool  # whether it updates weights and state
 
 
-def part_of(item: Instruction, table: Table) -> Part:
+def part_of(item: Instruction, table: Table) -> StepPart:
     """KeyError where the step of the unit has no such part."""
-    parts = {"begin": Part(table.shards.gradient(item.unit), (Slot(SlotKind.UPDATE, item.unit),), True),
-             "turn": Part(Slot(SlotKind.MATRIX, item.unit), (Slot(SlotKind.TURNED, item.unit),), False),
-             "end": Part(Slot(SlotKind.DIRECTION, item.unit), (), True)}
+    parts = {"begin": StepPart(table.shards.gradient(item.unit), (Slot(SlotKind.UPDATE, item.unit),), True),
+             "turn": StepPart(Slot(SlotKind.MATRIX, item.unit), (Slot(SlotKind.TURNED, item.unit),), False),
+             "end": StepPart(Slot(SlotKind.DIRECTION, item.unit), (), True)}
     if table.parameters[item.unit].turning is None or item.part not in parts:
         raise KeyError(f"{item}: p{item.unit} has no such part of a step")
     return parts[item.part]
 
 
-def arrival_of(item: Instruction, table: Table) -> Slot:
-    """What EXCHANGE makes of matrices that go to their owners, or back. KeyError where none go so."""
+def arrival_of(item: Instruction, table: Table) -> Slot | None:
+    """What EXCHANGE makes of matrices that go to their owners, or back; None where it is about others.
+    KeyError where no matrices go so."""
+    if item.kind not in TO_OWNERS:
+        return None
     unit = table.parameters.get(item.unit)
     if unit is None or unit.turning is None or item.group != unit.turning.group or item.microbatch >= 0:
         raise KeyError(f"{item}: no matrices of p{item.unit} travel so")

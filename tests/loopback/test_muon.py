@@ -6,12 +6,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from tests import reference
+from tests import guides, reference
 from tests.harness import EXPERTS, Ranks, batches, collect, drive, loopback, same_bits, tiny
 from tests.loopback.test_checkpoint import at, manifest, named, on_ranks, saved_after, step
 from tests.own import assert_own, own
@@ -395,6 +396,23 @@ def test_polar_goes_on_from_muon(tmp_path):
     resumed, *_ = on_ranks(goes_on, lambda engine, comm: (resume(goes_on, engine.zero),
                                                           step(engine, comm, 1))[0])
     assert any("its momentum goes on" in line for line in resumed.notes)
+
+
+# ---------------------------------------------------------------- an optimizer of your own
+
+
+def test_the_guide(monkeypatch):
+    """Its `polar`, in some ten lines, has the bits of the one that ships."""
+    given: dict[str, Any] = {}
+    (block,) = (each for each in guides.code("optimizer") if "class Polar" in each)
+    exec(block, given)
+    config = tiny(*LLAMA, FP32, "optimizer.name=polar", "parallel.dp=2", "parallel.tp=2", "zero.stage=1")
+    shipped = loopback(config, 2)
+    monkeypatch.setitem(OPTIMIZERS, "polar", given["Polar"]())
+    same_bits([shipped, loopback(config, 2)])
+    lines = [line for line in block.splitlines()
+             if line.strip() and not line.lstrip().startswith(('"', "from"))]
+    assert len(lines) <= 12
 
 
 # ---------------------------------------------------------------- user layers

@@ -12,6 +12,7 @@ from typing import Any
 from threed.base.errors import InputError
 from threed.base.quantity import whole_number
 from threed.config.keys.deepspeed_experts import KEYS as OF_EXPERTS
+from threed.config.keys.deepspeed_muon import KEYS as OF_MUON
 from threed.config.keys.table import NO_KEY, NOTHING, Dropped, Framework, Given, Key, Refused, where
 
 CLIPS_SINCE = (0, 19, 3)  # the version from which an absent gradient_clipping means 1.0 instead of 0
@@ -84,18 +85,6 @@ def _optimizer(value: Any, given: Given) -> Any:
     if name is None:
         raise Refused(f"threed has adamw, lion, muon and sgd, and no {value}")
     return {"optimizer.name": name, "optimizer.turn_scale": "original"} if name == "muon" else name
-
-
-def _momentum(value: Any, given: Given) -> Any:
-    if _NAMES.get(str(given.get("optimizer.type")).lower()) == "muon":
-        return value
-    raise Refused("threed's sgd has no momentum")
-
-
-def _of_muon(value: Any, given: Given) -> Any:
-    if _NAMES.get(str(given.get("optimizer.type")).lower()) != "muon":
-        raise Dropped("the optimizer is not Muon")
-    return value
 
 
 def _corrected(value: Any, _: Given) -> Any:
@@ -240,9 +229,7 @@ ROWS = (
     Key("optimizer.params.betas", "optimizer.betas"),
     Key("optimizer.params.eps", "optimizer.eps"),
     Key("optimizer.params.weight_decay", f"optimizer.weight_decay ({_HERE})"),
-    Key("optimizer.params.momentum", "optimizer.momentum (of muon)", _momentum),
-    Key("optimizer.params.muon_lr", "optimizer.lr", _of_muon),
-    Key("optimizer.params.adam_lr", "optimizer.adamw_lr", _of_muon),
+    *OF_MUON,
     Key("optimizer.params.adam_w_mode",
         "optimizer.name (adamw, whose weight decay is decoupled)", _decoupled),
     *(Key(f"optimizer.params.{name}", NO_KEY + "adamw is torch's fused kernel, or native.c on the host")

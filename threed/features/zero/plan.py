@@ -7,11 +7,6 @@ step. No torch.
     stage 3   as 2, and a GATHER before each use of a unit that is not resident, and a RELEASE when another
               unit needs its place
 
-Where an optimizer turns whole matrices, each of them by one rank, its owner, the STEPs of a position are
-
-    STEP p1 begin  EXCHANGE update p1  STEP p2 begin  EXCHANGE update p2 ...
-    STEP p1 turn   EXCHANGE turned p1  STEP p2 turn   EXCHANGE turned p2 ...  STEP p1 end  STEP p2 end ...
-
 A unit's gradient is reduced right after the backward that completes it, so that the reduction overlaps with
 the rest of backward. Units that stay whole are gathered at the start of the step, in order of first use: a
 unit's forward waits for its own parameters only, so the gathers overlap with the forwards before it. Of the
@@ -22,10 +17,10 @@ is farthest away is released first (Belady 1966).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
 from typing import NamedTuple
 
 from threed.base.mesh import GROUPS
+from threed.features.zero.steps import steps
 from threed.program.entries import Reduction
 from threed.program.forms import Forms
 from threed.program.instruction import Instruction, Op, Programs, SlotKind, insert
@@ -79,26 +74,8 @@ def train(programs: Programs, table: Table) -> Programs:
         out = _gather(out, table, position)
         out += late
         out.append(Instruction(Op.CLIP))
-        result.append([*out, *_steps(table, position)])
+        result.append([*out, *steps(table, position)])
     return result
-
-
-def _steps(table: Table, position: int) -> Program:
-    """The updates. Matrices travel to their owners while others begin, are turned while others travel, and
-    are back before their steps end."""
-    stepped = table.stepped(position)
-    ways = {unit: way.group for unit in stepped if (way := table.parameters[unit].turning) is not None}
-    return [*_trips(ways, "begin", SlotKind.UPDATE),
-            *(Instruction(Op.STEP, unit) for unit in stepped if unit not in ways),
-            *_trips(ways, "turn", SlotKind.TURNED),
-            *(Instruction(Op.STEP, unit, part="end") for unit in ways)]
-
-
-def _trips(ways: Mapping[int, str], part: str, kind: str) -> Program:
-    """A part of each step, and what takes its result to other ranks."""
-    return [each for unit, group in ways.items()
-            for each in (Instruction(Op.STEP, unit, part=part),
-                         Instruction(Op.EXCHANGE, unit, kind=kind, group=group))]
 
 
 def rehearse(programs: Programs, table: Table) -> Programs:

@@ -14,10 +14,9 @@ from threed.comm.group import Comm, Group
 from threed.comm.lanes import Job
 from threed.devices import device_of
 from threed.features.zero.clip import Clipped, Limits
-from threed.features.zero.matrices import members
 from threed.features.zero.part import UnitPart
 from threed.features.zero.shard import counts
-from threed.features.zero.turns import Turns
+from threed.features.zero.turns import MatrixRun
 from threed.features.zero.units import UnitState
 from threed.features.zero.updates import Due, UpdateCount
 from threed.models.tiling import share_of
@@ -25,7 +24,7 @@ from threed.optim import step as optimizer
 from threed.optim.base import OnDevice, Update, View
 from threed.optim.registry import BESIDE, RULES, optimizer_called
 from threed.program.buffers import Buffers
-from threed.program.instruction import TO_OWNERS, Instruction, Op, Slot, SlotKind, Tier
+from threed.program.instruction import Instruction, Op, Slot, SlotKind, Tier
 from threed.program.names import ENTER, TRAIN
 from threed.program.slots import Slots
 from threed.program.table import Table
@@ -57,12 +56,12 @@ class ZeroRun(UpdateCount):
         self.update_differences: list[tuple[int, torch.Tensor]] | None = None
         # Whether this rank adds the loss, which all ranks have that share a layer's parameters, to the sum.
         self._speaks = comm.here.is_first(axes_of("parameters"))
-        self._turning: dict[int, Turns] = {}  # by unit
+        self.matrices = MatrixRun(config, comm, states)
         self._staging = torch.zeros(buffers.staging, dtype=torch.uint8, device=comm.device)
 
     def handlers(self) -> dict[Op, Callable[[Instruction, Slots], Job | None]]:
         return {Op.GATHER: self.gather, Op.RELEASE: self.release, Op.REDUCE: self.reduce, Op.CLIP: self.clip,
-                Op.STEP: self.step, Op.EXCHANGE: self.exchange}
+                Op.STEP: self.step, Op.EXCHANGE: self.matrices.exchange}
 
     def program(self) -> str:
         """The name of the next step's program."""
@@ -180,8 +179,8 @@ class ZeroRun(UpdateCount):
     def step(self, instruction: Instruction, slots: Slots) -> Job | None:
         state = self.states[instruction.unit]
         if instruction.part:
-            self._step_matrices(instruction, slots)
-            return None
+            due = self.due(slots.get(Slot(SlotKind.SCALE)))
+            return self.matrices.step(instruction, slots, due, self.update_differences)
         gradient = state.gradient.step()
         if instruction.age == "prev":
             assert self.waiting is not None
@@ -198,42 +197,6 @@ class ZeroRun(UpdateCount):
             self._update(state.part, ranges, self.due(clipped))
             state.optimizer_state.publish()
         return None
-
-    def exchange(self, instruction: Instruction, slots: Slots) -> Job:
-        """Matrices go to their owners, or back."""
-        came, job = self._turns(instruction.unit).exchange(instruction.kind, slots.get(instruction.slot))
-        slots.put(Slot(TO_OWNERS[instruction.kind], instruction.unit), came)
-        return job
-
-    def _turns(self, unit: int) -> Turns:
-        if unit not in self._turning:
-            state, comm = self.states[unit], self.comm
-            assert state.part.unit.turning is not None
-            group = state.part.unit.turning.group
-            ranks = members(comm.mesh, group, state.part.unit.shard_group, comm.rank)
-            heads = self.config.optimizer.matrices == "heads"
-            self._turning[unit] = Turns(state, comm.groups[group], ranks, heads)
-        return self._turning[unit]
-
-    def _step_matrices(self, instruction: Instruction, slots: Slots) -> None:
-        """A part of a unit's step. A step that is skipped changes nothing, and what travels are zeros."""
-        unit, turns = instruction.unit, self._turns(instruction.unit)
-        due, config = self.due(slots.get(Slot(SlotKind.SCALE))), self.config.optimizer
-        taken, differences = due.clipped.finite, self.update_differences
-        twice = None if differences is None else lambda count: differences.append((unit, count))
-
-        def by(decay: bool) -> Update:
-            return Update(config, due.lr, due.update, decay, due.clipped.scale)
-
-        if instruction.part == "begin":
-            gradient = turns.state.gradient.step()
-            update = turns.begin(by, gradient, config.turn_dtype, taken, twice)
-            slots.put(Slot(SlotKind.UPDATE, unit), update)
-        elif instruction.part == "turn":
-            turned = turns.turn(by(True), slots.get(Slot(SlotKind.MATRIX, unit)), taken, twice)
-            slots.put(Slot(SlotKind.TURNED, unit), turned)
-        elif taken:
-            turns.end(by, slots.get(Slot(SlotKind.DIRECTION, unit)), twice)
 
     def _rule(self, part: UnitPart) -> OptimizerConfig:
         """The optimizer of a unit."""

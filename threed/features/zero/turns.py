@@ -10,23 +10,27 @@ What is packed is one flat tensor in optimizer.turn_dtype, of which EXCHANGE giv
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
 import torch
 
-from threed.comm.group import Group
+from threed.comm.group import Comm, Group
 from threed.comm.lanes import Job
 from threed.devices import device_of
-from threed.features.zero.matrices import Member, Piece, UnitMatrices
+from threed.features.zero.matrices import Member, Piece, UnitMatrices, members
 from threed.features.zero.units import UnitState
+from threed.features.zero.updates import Due
 from threed.optim import step as optimizer
 from threed.optim.base import Update, View
 from threed.program.entries import Turning
-from threed.program.instruction import SlotKind
+from threed.program.instruction import TO_OWNERS, Instruction, Slot, SlotKind
+from threed.program.slots import Slots
+from threed.schema import Config
 from threed.tensor.precision import DTYPES
 
+Differences = list[tuple[int, torch.Tensor]]  # unit, elements in which two computations of its update differ
 Twice = Callable[[torch.Tensor], None]  # is told in how many elements two computations differ
 
 
@@ -35,6 +39,50 @@ class _Way(NamedTuple):
 
     gives: list[list[Piece]]
     takes: list[list[Piece]]
+
+
+class MatrixRun:
+    """The handlers of EXCHANGE of matrices, and of the parts of STEP."""
+
+    def __init__(self, config: Config, comm: Comm, states: Mapping[int, UnitState]):
+        self.config, self.comm, self.states = config, comm, states
+        self._turns: dict[int, Turns] = {}  # by unit
+
+    def exchange(self, instruction: Instruction, slots: Slots) -> Job:
+        """Matrices go to their owners, or back."""
+        came, job = self.of(instruction.unit).exchange(instruction.kind, slots.get(instruction.slot))
+        slots.put(Slot(TO_OWNERS[instruction.kind], instruction.unit), came)
+        return job
+
+    def step(self, instruction: Instruction, slots: Slots, due: Due, differences: Differences | None) -> None:
+        """A part of a unit's step. A step that is skipped changes nothing, and what travels are zeros.
+        `differences`: of a step that is verified, to which is added."""
+        unit, turns, config = instruction.unit, self.of(instruction.unit), self.config.optimizer
+        taken = due.clipped.finite
+        twice = None if differences is None else lambda count: differences.append((unit, count))
+
+        def by(decay: bool) -> Update:
+            return Update(config, due.lr, due.update, decay, due.clipped.scale)
+
+        if instruction.part == "begin":
+            gradient = turns.state.gradient.step()
+            update = turns.begin(by, gradient, config.turn_dtype, taken, twice)
+            slots.put(Slot(SlotKind.UPDATE, unit), update)
+        elif instruction.part == "turn":
+            turned = turns.turn(by(True), slots.get(Slot(SlotKind.MATRIX, unit)), taken, twice)
+            slots.put(Slot(SlotKind.TURNED, unit), turned)
+        elif taken:
+            turns.end(by, slots.get(Slot(SlotKind.DIRECTION, unit)), twice)
+
+    def of(self, unit: int) -> Turns:
+        if unit not in self._turns:
+            state, comm = self.states[unit], self.comm
+            assert state.part.unit.turning is not None
+            group = state.part.unit.turning.group
+            ranks = members(comm.mesh, group, state.part.unit.shard_group, comm.rank)
+            heads = self.config.optimizer.matrices == "heads"
+            self._turns[unit] = Turns(state, comm.groups[group], ranks, heads)
+        return self._turns[unit]
 
 
 class Turns:

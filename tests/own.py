@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tests.harness import Ranks, assert_contract, loopback
-from tests.reference import DTYPES, Result
+from tests.reference import DTYPES, Matrices, Result
 from threed.api.initialize import initialize
 from threed.comm.group import Comm
 from threed.models.model import layers
@@ -74,6 +74,7 @@ class Reference:
         self.modules = []
         self.masters: dict[str, torch.Tensor] = {}
         self.live: dict[str, nn.Parameter] = {}
+        self.turned: set[str] = set()  # matrices of linears, but those that a layer names for AdamW
         for index, spec in enumerate(self.chain.specs):
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed_of(config.train.seed, "initial values", self.chain.names[index]))
@@ -88,6 +89,9 @@ class Reference:
                           if value is weight]
                 for each, key in places:
                     each._parameters[key] = self.live[name]
+                if (all(type(each) is nn.Linear and key == "weight" for each, key in places)
+                        and tied is None and path not in spec.adamw):
+                    self.turned.add(name)
             self.modules.append(module)
 
     def loss(self, first: int, train: bool) -> tuple[torch.Tensor, float]:
@@ -116,7 +120,11 @@ class Reference:
         groups = [{"params": [each for each in self.masters.values() if (each.dim() > 1) == decay],
                    "weight_decay": config.optimizer.weight_decay if decay else 0.0}
                   for decay in (True, False)]
-        optimizer = torch.optim.AdamW(groups, lr=1.0, betas=(beta1, beta2), eps=config.optimizer.eps)
+        if config.optimizer.name == "adamw":
+            optimizer = torch.optim.AdamW(groups, lr=1.0, betas=(beta1, beta2), eps=config.optimizer.eps)
+        else:
+            optimizer = Matrices(config, groups, self.masters, lambda _, name, shape: [
+                torch.arange(shape[0])] if name in self.turned else [])
         for step in range(steps):
             whole = self.whole(step, True)
             total, grads = 0.0, {name: torch.zeros_like(value) for name, value in self.masters.items()}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -24,7 +24,7 @@ from threed.models.layers.handing import handing
 from threed.models.layers.parts import Dropout
 from threed.models.model import layers, parameters
 from threed.optim.rate import learning_rate
-from threed.schema import Config
+from threed.schema import Config, OptimizerConfig
 from threed.spec.parameter import NOT_COUNTED
 from threed.tensor.context import Batch, Context
 from threed.tensor.layers import WeightGrads
@@ -49,6 +49,99 @@ class Lion(torch.optim.Optimizer):
                 direction = torch.sign(beta1 * mean + (1 - beta1) * weight.grad)
                 weight -= group["lr"] * (direction + group["weight_decay"] * weight)
                 mean.copy_(beta2 * mean + (1 - beta2) * weight.grad)
+
+
+def newton_schulz(matrix: torch.Tensor, config: OptimizerConfig) -> torch.Tensor:
+    """The direction of Muon's step, in the dtype of the matrix, word by word from Jordan et al. 2024."""
+    a, b, c = config.turn_coefficients
+    x = matrix if len(matrix) <= len(matrix.T) else matrix.T
+    x = x / max(float(x.norm()), config.turn_eps)
+    for _ in range(config.turns):
+        square = x @ x.T
+        x = a * x + (b * square + c * square @ square) @ x
+    return x if len(matrix) <= len(matrix.T) else x.T
+
+
+def polar_factor(matrix: torch.Tensor, config: OptimizerConfig) -> torch.Tensor:
+    left, values, right = torch.linalg.svd(matrix.double(), full_matrices=False)
+    return (left[:, values > 1e-3 * values[0]] @ right[values > 1e-3 * values[0]]).float()
+
+
+class Turned(torch.optim.Optimizer):
+    """Momentum of whole matrices, turned."""
+
+    def __init__(self, matrices: list[nn.Parameter], turn, config: OptimizerConfig):
+        super().__init__(matrices, {"lr": 1.0})
+        self.turn, self.config = turn, config
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        mu, config = self.config.momentum, self.config
+        for group in self.param_groups:
+            for weight in group["params"]:
+                mean = self.state[weight].setdefault("mean", torch.zeros_like(weight))
+                mean.copy_(mu * mean + (1 - mu) * weight.grad)
+                update = (1 - mu) * weight.grad + mu * mean if config.nesterov else mean
+                m, n = weight.shape
+                size = 0.2 * max(m, n)**0.5 if config.turn_scale == "match_rms_adamw" else max(1, m / n)**0.5
+                weight -= group["lr"] * (config.weight_decay * weight
+                                         + size * self.turn(update.clone(), config))
+
+
+def rows_of_matrices(config: Config, name: str, shape: torch.Size) -> list[torch.Tensor]:
+    """The rows of each matrix of a parameter that is turned; none of the others."""
+    of_layer = ".attention." in name or ".mlp." in name or ".shared." in name or ".experts." in name
+    if not of_layer or len(shape) < 2 or name.endswith((".lora_A", ".lora_B")):
+        return []
+    rows, model = torch.arange(math.prod(shape[:-1])), config.model
+    if not name.endswith("qkv.weight"):
+        return [*rows.view(-1, shape[-2])]
+    heads = rows.view(model.num_kv_heads, -1, model.head_size)  # of each key head: queries, key, value
+    if config.optimizer.matrices == "heads":
+        return [*heads.flatten(0, 1)]
+    return [heads[:, :-2].flatten(), heads[:, -2].flatten(), heads[:, -1].flatten()]
+
+
+class Matrices(torch.optim.Optimizer):
+    """Each matrix by torch.optim.Muon, or by `Turned` where that has no such turn; the rest by AdamW."""
+
+    def __init__(self, config: Config, groups: list[dict], names: Mapping[str, torch.Tensor],
+                 rows_of: Callable[[Config, str, torch.Size], list[torch.Tensor]] = rows_of_matrices):
+        self.config, mine = config.optimizer, config.optimizer
+        self.parts: list[tuple[torch.Tensor, torch.Tensor, nn.Parameter]] = []
+        for name, value in names.items():
+            for rows in rows_of(config, name, value.shape):
+                matrix = nn.Parameter(value.detach().reshape(-1, value.shape[-1])[rows].clone())
+                self.parts.append((value, rows, matrix))
+        matrices, turned = [matrix for *_, matrix in self.parts], [value for value, *_ in self.parts]
+        for group in groups:
+            group["params"] = [each for each in group["params"] if not any(each is value for value in turned)]
+            if mine.adamw_weight_decay is not None and group["weight_decay"]:
+                group["weight_decay"] = mine.adamw_weight_decay
+        beside = torch.optim.AdamW(groups, lr=1.0, betas=(mine.betas[0], mine.betas[1]), eps=mine.eps)
+        if mine.name == "muon" and mine.turn_dtype == "bf16":
+            turner = torch.optim.Muon(
+                matrices, lr=1.0, weight_decay=mine.weight_decay, momentum=mine.momentum,
+                nesterov=mine.nesterov, ns_coefficients=tuple(mine.turn_coefficients),  # pyright: ignore
+                eps=mine.turn_eps, ns_steps=mine.turns, adjust_lr_fn=mine.turn_scale)
+        else:
+            turner = Turned(matrices, newton_schulz if mine.name == "muon" else polar_factor, mine)
+        self.beside, self.turner = beside, turner
+        self.param_groups = [*beside.param_groups, *turner.param_groups]
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for value, rows, matrix in self.parts:
+            assert value.grad is not None
+            matrix.grad = value.grad.reshape(-1, value.shape[-1])[rows]
+            matrix.copy_(value.view(-1, value.shape[-1])[rows])  # which `publish` may have rounded
+        if self.config.adamw_lr is not None:
+            for group in self.beside.param_groups:
+                group["lr"] *= self.config.adamw_lr / self.config.lr
+        self.beside.step()
+        self.turner.step()
+        for value, rows, matrix in self.parts:
+            value.view(-1, value.shape[-1])[rows] = matrix
 
 
 # (block, sample) -> experts of each of its tokens, [S][k]
@@ -162,15 +255,22 @@ class Reference:
                               if p.decay == decay and p.trains and not p.counted],
                    "weight_decay": config.optimizer.weight_decay if decay else 0.0}
                   for decay in (True, False)]
-        beta1, beta2 = config.optimizer.betas
-        options = {"adamw": {"betas": (beta1, beta2), "eps": config.optimizer.eps},
-                   "lion": {"betas": (beta1, beta2)}, "sgd": {}}
-        make = {"adamw": torch.optim.AdamW, "lion": Lion, "sgd": torch.optim.SGD}[config.optimizer.name]
-        self.optimizer = make(groups, lr=1.0, **options[config.optimizer.name])
+        if config.optimizer.name in ("muon", "polar"):
+            self.optimizer = Matrices(config, groups, self.trained)
+        else:
+            self.optimizer = self._elementwise(groups)
         # 16 bit: the same casts as threed's, micro-batch by micro-batch.
         self.micro = (
             config.train.global_batch_size if self.dtype == torch.float32 else config.train.micro_batch_size
         )
+
+    def _elementwise(self, groups: list[dict]) -> torch.optim.Optimizer:
+        config = self.config
+        beta1, beta2 = config.optimizer.betas
+        options = {"adamw": {"betas": (beta1, beta2), "eps": config.optimizer.eps},
+                   "lion": {"betas": (beta1, beta2)}, "sgd": {}}
+        make = {"adamw": torch.optim.AdamW, "lion": Lion, "sgd": torch.optim.SGD}[config.optimizer.name]
+        return make(groups, lr=1.0, **options[config.optimizer.name])
 
     @torch.no_grad()
     def publish(self) -> None:

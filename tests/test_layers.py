@@ -159,7 +159,7 @@ def users(package: str) -> set[str]:
 
 # Files that say what a plan needs to know, and hold methods that compute, which have torch imported when they
 # are called.
-COMPUTE_LATER = {"optim.adamw", "base.later",
+COMPUTE_LATER = {"optim.adamw", "optim.muon", "optim.polar", "base.later",
                  *(module for module in MODULES if module.startswith("models.layers."))}
 
 

@@ -3,7 +3,7 @@
     from threed.extend import SCHEDULES, Order, Schedule, Task
     from threed.extend import Attention, Block, Branch, Family, Mlp, Norm
     from threed.extend import Column, Cost, Held, Parameter, Part, Row, Saved
-    from threed.extend import OPTIMIZERS, Buffer, Optimizer, Update, View
+    from threed.extend import OPTIMIZERS, Buffer, MatrixOptimizer, Optimizer, Update, View
     from threed.extend import LOGGERS, Logger, LoggerRow
 
 A script adds a row to the table `SCHEDULES`, `OPTIMIZERS` or `LOGGERS` before it reads a config. (A family
@@ -33,7 +33,7 @@ from threed.models.layers.mlp import Mlp
 from threed.models.layers.parts import Column, Dropout, Held, Norm, Row, added, cut_over
 from threed.models.tiling import layers_of, share_of
 from threed.monitor.loggers.logger import Logger
-from threed.optim.base import Buffer, Optimizer, Update, View
+from threed.optim.base import Buffer, MatrixOptimizer, Optimizer, Update, View
 from threed.optim.registry import OPTIMIZERS
 from threed.planner import make_mesh
 from threed.planner.passes import Pass
@@ -42,17 +42,29 @@ from threed.program.table import Table
 from threed.schedules.orders import SCHEDULES, Order, Schedule, Task
 from threed.schema import Config, ModelConfig, ParallelConfig
 from threed.schema.loggers import LOGGERS, LoggerRow
-from threed.spec.parameter import SEQUENCE, WHOLE, Cost, Cut, Parameter, Rows, Saved, Share, Tile, Traffic
+from threed.spec.parameter import (
+    SEQUENCE,
+    WHOLE,
+    Cost,
+    Cut,
+    Parameter,
+    Rows,
+    Saved,
+    Share,
+    Tile,
+    Traffic,
+    each_of,
+)
 from threed.spec.travel import Exchanged, Gathered
 
 __all__ = [
     "AXES", "FOLDS", "GROUPS", "LOGGERS", "OPTIMIZERS", "QUIET", "SCHEDULES", "SEQUENCE", "WHOLE",
     "Attention", "Block", "Branch", "Buffer", "Column", "Cost", "Cut", "Dropout", "Embedding", "Exchanged",
     "F", "Family", "Fold", "Gathered", "GroupRow", "Head", "Held", "Instruction", "Layer", "Logger",
-    "LoggerRow", "Logits", "Mlp", "ModelConfig", "Norm", "Op", "Optimizer", "Order", "Out", "ParallelConfig",
-    "Parameter", "Part", "Pass", "Programs", "Row", "Rows", "Saved", "Schedule", "Share", "Table", "Task",
-    "Tile", "Traffic", "Update", "View", "added", "cut_over", "family_of", "fold_groups", "gpt", "layers_of",
-    "llama", "make_mesh", "measured_cost", "share_of", "torch"]
+    "LoggerRow", "Logits", "MatrixOptimizer", "Mlp", "ModelConfig", "Norm", "Op", "Optimizer", "Order", "Out",
+    "ParallelConfig", "Parameter", "Part", "Pass", "Programs", "Row", "Rows", "Saved", "Schedule", "Share",
+    "Table", "Task", "Tile", "Traffic", "Update", "View", "added", "cut_over", "each_of", "family_of",
+    "fold_groups", "gpt", "layers_of", "llama", "make_mesh", "measured_cost", "share_of", "torch"]
 
 
 def measured_cost(layer: Layer, config: Config) -> Cost:

@@ -42,6 +42,7 @@ from threed.spec.parameter import (
     Share,
     Tile,
     Traffic,
+    each_of,
 )
 
 if TYPE_CHECKING:
@@ -63,7 +64,10 @@ class Attention(Part):
         self.cells = model.num_kv_heads
         queries, keys = (heads * model.head_size for heads in (model.heads, model.num_kv_heads))
         qkv = Column(model, f"{name}.qkv", queries + 2 * keys, tile, bias=model.has_qkv_bias)
-        self.qkv = qkv.offering(targets(model))
+        rows = targets(model)
+        self.qkv = qkv.offering(rows).consisting(
+            tuple(rows[each] for each in ("q_proj", "k_proj", "v_proj")),
+            each_of(model.heads + 2 * model.num_kv_heads))
         out = Row(model, f"{name}.out", queries, model.residual_std, tile)
         self.out = out.offering({"o_proj": Rows()})
         self.norms = HeadNorms(model, name) if model.qk_norm and tile.index == 0 else None

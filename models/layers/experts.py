@@ -28,7 +28,7 @@ from threed.models.layers.parts import Dropout, Held, Norm, added
 from threed.schema import ModelConfig
 from threed.schema.keys import key
 from threed.spec.kernels import FROZEN, Moved, Product
-from threed.spec.parameter import SEQUENCE, Cost, Cut, Parameter, Saved, Share, Traffic
+from threed.spec.parameter import SEQUENCE, Cost, Cut, Parameter, Saved, Share, Traffic, each_of
 from threed.spec.travel import ROW_EXTRA as EXTRA
 from threed.spec.travel import Exchanged
 
@@ -274,9 +274,9 @@ class ExpertWeights(Held):
         experts, cut, used = model.experts, (Cut(0, EP),), (model.experts_per_token, model.experts)
         self.held = {
             "up": Parameter(f"{name}.up", (experts, 2, model.inner, model.hidden), cut, model.init_std,
-                            used=used),
+                            used=used, matrices=each_of(2 * experts)),
             "down": Parameter(f"{name}.down", (experts, model.hidden, model.inner), cut, model.residual_std,
-                              used=used)}
+                              used=used, matrices=each_of(experts))}
 
 
 class Experts(Layer):

@@ -31,6 +31,7 @@ from threed.spec.parameter import (
     Share,
     Tile,
     Traffic,
+    each_of,
 )
 
 if TYPE_CHECKING:
@@ -150,6 +151,11 @@ class Linear(Held):
                               if target in self.model.targets)
         return self
 
+    def consisting(self, matrices: tuple[Rows, ...], heads: tuple[Rows, ...]) -> Self:
+        """The same, whose weight consists of other matrices (Parameter.matrices, Parameter.heads)."""
+        self.held["weight"] = replace(self.held["weight"], matrices=matrices, heads=heads)
+        return self
+
     @property
     def keeps(self) -> bool:
         """Whether it keeps its input, and the gradient of its output, for gradients of weights."""
@@ -199,7 +205,8 @@ class Column(Linear):
         self.model, self.axis, cuts = model, axis, cut_over(axis, 0, tile, runs)
         has_bias = model.bias if bias is None else bias
         super().__init__(
-            Parameter(f"{name}.weight", (outputs, model.hidden), cuts, model.init_std, tile=tile),
+            Parameter(f"{name}.weight", (outputs, model.hidden), cuts, model.init_std, tile=tile,
+                      matrices=each_of(runs)),
             Parameter(f"{name}.bias", (outputs,), cuts, tile=tile) if has_bias else None)
 
     def cost(self, share: Share) -> Cost:
@@ -234,7 +241,8 @@ class Row(Linear):
         self.model, self.axis = model, axis
         bias = Parameter(f"{name}.bias", (model.hidden,)) if model.bias and tile.last else None
         shape = model.hidden, inputs
-        super().__init__(Parameter(f"{name}.weight", shape, cut_over(axis, 1, tile), std, tile=tile), bias)
+        super().__init__(Parameter(f"{name}.weight", shape, cut_over(axis, 1, tile), std, tile=tile,
+                                   matrices=each_of(1)), bias)
 
     def cost(self, share: Share) -> Cost:
         seq = share.seen(self.model.seq_len, self.axis)

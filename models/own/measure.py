@@ -84,11 +84,18 @@ def places_of(module: torch.nn.Module) -> dict[str, list[tuple[torch.nn.Module, 
     return found
 
 
-def shapes_of(spec: Spec, name: str) -> dict[str, tuple[int, ...]]:
-    """Path -> shape of each parameter of a layer. InputError where one cannot be trained here."""
+class Weight(NamedTuple):
+    """A parameter of a layer."""
+
+    shape: tuple[int, ...]
+    linear: bool  # whether it is a matrix of torch.nn.Linear, wherever it is
+
+
+def held_by(spec: Spec, name: str) -> dict[str, Weight]:
+    """Path -> each parameter of a layer. InputError where one cannot be trained here."""
     with measuring() as mode:
         module = made_for_measuring(spec, name, mode)
-        shapes = {}
+        held = {}
         for path, places in places_of(module).items():
             weight = getattr(*places[0])
             if not weight.is_floating_point():
@@ -99,8 +106,9 @@ def shapes_of(spec: Spec, name: str) -> dict[str, tuple[int, ...]]:
                                  "parameter is trained here; make it a buffer, which stays as it is made")
             if not weight.dim():
                 raise InputError(f"layer {name}: parameter {path} has no dims: give it the shape [1]")
-            shapes[path] = tuple(weight.shape)
-        return shapes
+            linear = all(isinstance(each, torch.nn.Linear) and key == "weight" for each, key in places)
+            held[path] = Weight(tuple(weight.shape), linear)
+        return held
 
 
 def measure(spec: Spec, name: str, given: LayerInputs, dtype: torch.dtype) -> Facts:

@@ -22,11 +22,11 @@ from threed.base.errors import InputError, RunError
 from threed.devices import device_of
 from threed.models.families.base import Family
 from threed.models.layers.base import Layer, Out
-from threed.models.own.measure import Facts, LayerInputs, measure, places_of, shapes_of
+from threed.models.own.measure import Facts, LayerInputs, Weight, held_by, measure, places_of
 from threed.models.own.samples import Samples, checked_items, item_of
 from threed.models.own.spec import Spec
 from threed.schema import Config, LayersConfig
-from threed.spec.parameter import Cost, Outflow, Parameter, Share
+from threed.spec.parameter import Cost, Outflow, Parameter, Share, each_of
 from threed.tensor.context import Batch, Context
 from threed.tensor.packing import Schema
 from threed.tensor.precision import DTYPES
@@ -87,6 +87,7 @@ class _Chain:
             checked_items(self.validation, "the data set to validate with")
         self.specs, self.loss, self._item = specs, loss, item_of(self.train, 0)
         self.names = [f"{spec.name}.{index}" for index, spec in enumerate(specs)]
+        self._held: dict[int, dict[str, Weight]] = {}
         self._parameters: dict[int, tuple[tuple[str, Parameter], ...]] = {}
         self._facts: dict[tuple[int, int], list[Facts]] = {}
         self._lock = threading.RLock()
@@ -116,24 +117,31 @@ class _Chain:
             if index not in self._parameters:
                 spec = self.specs[index]
                 twin = next((at for at in self._parameters if self.specs[at].like(spec)), None)
-                shapes = shapes_of(spec, self.names[index]) if twin is None else {
-                    path: parameter.shape for path, parameter in self._parameters[twin]}
+                held = self._held[index] = (held_by(spec, self.names[index]) if twin is None
+                                            else self._held[twin])
                 for name, path in spec.ties.items():
-                    if path not in ("", *shapes):
+                    if path not in ("", *held):
                         raise InputError(f"layer {self.names[index]} is tied as '{name}' by its parameter "
-                                         f"{path}, and has {', '.join(shapes)}")
-                self._parameters[index] = tuple((path, self._parameter(index, path, shape))
-                                                for path, shape in shapes.items())
+                                         f"{path}, and has {', '.join(held)}")
+                for path in spec.adamw:
+                    if path not in held:
+                        raise InputError(f"layer {self.names[index]} names {path} for AdamW, and has "
+                                         f"{', '.join(held) or 'no parameters'}: name one of these")
+                self._parameters[index] = tuple((path, self._parameter(index, path, each))
+                                                for path, each in held.items())
                 self._check_ties()
             return self._parameters[index]
 
-    def _parameter(self, index: int, path: str, shape: tuple[int, ...]) -> Parameter:
-        tied = self.specs[index].tied_as(path)
+    def _parameter(self, index: int, path: str, held: Weight) -> Parameter:
+        spec = self.specs[index]
+        tied = spec.tied_as(path)
+        turned = held.linear and tied is None and path not in spec.adamw
         name = f"{self.names[index]}.{path}" if tied is None else f"tied.{tied}"
         source = index
         if tied is not None and index:  # the first layer makes it
             source, path = 0, self.specs[0].ties.get(tied) or path
-        return Parameter(name, shape, tied=tied is not None, init=partial(self.initial, source, path))
+        return Parameter(name, held.shape, tied=tied is not None, init=partial(self.initial, source, path),
+                         matrices=each_of(1) if turned else ())
 
     def _check_ties(self) -> None:
         shapes: dict[str, tuple[int, ...]] = {}

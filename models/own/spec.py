@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,12 +20,16 @@ class Spec:
     `tied`: a name; the layers with this name have all parameters in common. Or {name: path}: only the
     parameter at this path of each module, such as {"word": "embed.weight"}.
 
+    `adamw`: paths of matrices of torch.nn.Linear that AdamW steps where an optimizer of matrices (muon) turns
+    the others: such as those of a head.
+
     >>> threed.Spec(torch.nn.Linear, 64, 64, bias=False)
     """
 
     def __init__(self, make: Callable[..., torch.nn.Module], /, *args: Any,
                  tied: str | Mapping[str, str] | None = None,
-                 forward: Callable[[torch.nn.Module, Any], Any] | None = None, **kwargs: Any):
+                 forward: Callable[[torch.nn.Module, Any], Any] | None = None,
+                 adamw: Sequence[str] = (), **kwargs: Any):
         if not callable(make) or isinstance(make, torch.nn.Module):
             have = f"a {type(make).__name__}" if not callable(make) else "a module that is made already"
             raise InputError(f"Spec has {have}: give a class of modules and its arguments, such as "
@@ -38,6 +42,10 @@ class Spec:
                 isinstance(each, str) for pair in ties.items() for each in pair)):
             raise InputError(f"Spec({_name(make)}, tied={tied!r}): give a name, or a dictionary from "
                              'names to paths of parameters, such as {"word": "embed.weight"}')
+        if isinstance(adamw, str) or not all(isinstance(each, str) for each in adamw):
+            raise InputError(f"Spec({_name(make)}, adamw={adamw!r}): give a list of paths of parameters, "
+                             'such as ["output.weight"]')
+        self.adamw = tuple(adamw)
         self.make, self.args, self.kwargs, self.forward = make, args, kwargs, forward
         self.ties: Mapping[str, str] = dict(ties or {})
         self.name = _name(make)

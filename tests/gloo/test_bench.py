@@ -21,6 +21,7 @@ SMALLEST = {
     "gpu.offload": "--quick",
     "peers.context": "--quick --hidden 64 --heads 4 --seq-len 64 --layers 1",
     "peers.moe": "--quick --ep 2 --layers 1 --hidden 64 --heads 2 --inner 32 --only threed",
+    "peers.muon": "--quick --ranks 2 --layers 1 --hidden 64 --heads 2 --seq-len 32 --only threed",
     "peers.offload": "--quick --only adam disk --folder {folder}",
     "peers.pipeline": "--schedule 1f1b --p 3 --m 3 --times 1 1 1 --repeat 1",
     "peers.sleeping_keys": "--quick --schedule 1f1b --m 4 --times 1 1 1",

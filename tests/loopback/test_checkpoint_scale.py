@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from threed.checkpoint.box_reader import BoxReader
-from threed.checkpoint.boxes import boxes
 from threed.checkpoint.format import Report, file_name, index_of
 from threed.checkpoint.manifest import FORMAT, seal, unseal
 from threed.checkpoint.shard_file import Extent, Item, header, report_of
 from threed.config.load import load
+from threed.features.zero.boxes import boxes
 from threed.features.zero.shard import FlatLayout
 from threed.planner import layouts, make_mesh, unit_parameters
 from threed.schema import Config

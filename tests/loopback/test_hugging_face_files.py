@@ -17,13 +17,13 @@ from safetensors.torch import load_file, save_file
 
 from tests.loopback.test_checkpoint import at, manifest, on_ranks, saved_after, step
 from threed.base.errors import InputError
-from threed.checkpoint.boxes import boxes
 from threed.checkpoint.load import resume
 from threed.checkpoint.manifest import seal
 from threed.cli.main import app
 from threed.comm.group import Comm
 from threed.config.load import load
 from threed.engine.engine import Engine
+from threed.features.zero.boxes import boxes
 from threed.interop.hf import exporting, tensors
 from threed.interop.hf import source as trained
 from threed.interop.hf.config import family_of, model_of, values_of, written

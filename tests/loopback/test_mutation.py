@@ -75,6 +75,7 @@ AGAIN = "model.by=again"  # gathered twice
 IN_PARTS = "parallel.split_messages=on"
 TILES = ("model.tile_linears=256", "model.heads=4")
 EXPERTS = ("model.family=moe", "model.experts=4", "model.expert_ffn_hidden=8", "parallel.ep=2")
+MUON = ("optimizer.name=muon", "optimizer.turn_dtype=fp32")
 SHARED, BALANCED = "model.shared_expert_ffn=8", ("model.balance=bias", "optimizer.balance_rate=0.05")
 
 
@@ -179,6 +180,11 @@ CASES = {
     "experts-pair": Case(60, 2, 3, dp=2, others=(*EXPERTS, SHARED, "parallel.pair=true", ZERO_2)),
     "experts-pair-zb-v-full-zero3": Case(60, 2, 3, dp=2, others=(
         *EXPERTS, *FULL, "parallel.schedule=zb-v", "parallel.pair=true", ZERO_3)),
+    "muon-zero0": Case(100, 1, 2, dp=2, others=(*MUON, ZERO_0, UNTIED)),
+    "muon-zero1-tied": Case(120, 2, 2, dp=2, others=(*MUON, ZERO_1)),
+    "muon-zero2-sequence-parallel": Case(80, 1, 2, dp=2, tp=2, others=(*MUON, ZERO_2, SP, UNTIED)),
+    "muon-zero3-zb-h1": Case(80, 2, 2, dp=2, others=(*MUON, ZERO_3, "parallel.schedule=zb-h1")),
+    "muon-experts": Case(80, 1, 2, layers=1, dp=4, others=(*MUON, *EXPERTS, GROUPS, ZERO_1, UNTIED)),
     "experts-groups-zero3": Case(60, 1, 2, layers=1, dp=4, others=(*EXPERTS, GROUPS, ZERO_3, UNTIED)),
 }
 
@@ -190,7 +196,7 @@ ZERO = (Op.GATHER, Op.RELEASE, Op.REDUCE, Op.EXCHANGE, Op.CLIP, Op.STEP, *MOVES)
 WORDS = {**instruction.WORDS, "tier": tuple(Tier), "group": ("", *mesh.GROUPS),
          "kind": ("", "act", "grad", "param", "gshard", "gprev", "pshard", "state", "kept", "kpart",
                   "actpart", "gradpart", "sent", "came", "gsent", "gcame", "gives", "takes", "answer",
-                  "greturned")}
+                  "greturned", "update", "matrix", "turned", "direction")}
 
 
 def change(program: list[Instruction], rng: random.Random) -> None:
@@ -280,7 +286,7 @@ def run(config: Config, plan: Plan) -> Ranks:
 
 
 LANES = ("at once", "beside", "late")  # when a lane's jobs run; all of a run's are alike
-LATE = ("dp", "ep", "keys", "d2h", "h2d", "read", "write", "host")
+LATE = ("dp", "ep", "keys", "owners", "d2h", "h2d", "read", "write", "host")
 
 
 class LateLane(ThreadLane):
@@ -394,16 +400,47 @@ def of_trips(program: Sequence[Instruction]) -> Iterator[tuple[bool, list[Instru
         yield from ((True, [*rest[:j], item, *rest[j:]]) for j in range(len(program)))
 
 
+def of_turns(program: Sequence[Instruction]) -> Iterator[tuple[bool, list[Instruction]]]:
+    """Each part of a step of matrices, and each exchange of them, left out, twice, of another unit, as
+    another part, kind or group; and in the place of another, or anywhere. And whether the edit may be
+    right."""
+    begin = next(index for index, item in enumerate(program) if item.op == Op.CLIP)
+    places = [index for index in range(begin, len(program)) if program[index].op in (Op.STEP, Op.EXCHANGE)]
+    units = {program[index].unit for index in places}
+    for i in places:
+        item, before, behind = program[i], program[:i], program[i + 1:]
+        others = [item._replace(**{field: word}) for field, words in (
+            ("part", WORDS["part"]), ("kind", ("", "update", "matrix", "turned", "direction")),
+            ("group", ("", "dp", "owners", "tp")), ("unit", units)) for word in words]
+        for instead in ([], [item, item], *([other] for other in others if other != item)):
+            yield False, [*before, *instead, *behind]
+        rest = [*before, *behind]
+        yield from ((True, [*rest[:j], item, *rest[j:]]) for j in range(begin - 6, len(program)))
+
+
+@pytest.mark.parametrize("name", ["muon-zero0", "muon-zero2-sequence-parallel"])
+def test_every_turn(name, monkeypatch):
+    """Few of these edits are accepted, each of another order; they train as the plan does."""
+    accepted_edits(name, of_turns, monkeypatch)
+
+
 @pytest.mark.parametrize("name", ["experts", "experts-full-zero2", "experts-zb-h1-zero3", "again",
                                   "again-full", "again-zb-h1-zero3", "overlap"])
 def test_every_trip(name, monkeypatch):
     """Few of these edits are accepted, each of another order; they train as the plan does."""
+    accepted_edits(name, of_trips, monkeypatch)
+
+
+Edits = Callable[[Sequence[Instruction]], Iterator[tuple[bool, list[Instruction]]]]
+
+
+def accepted_edits(name: str, edits: Edits, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loopback, "TIMEOUT_S", 30.0)
     config, haste = CASES[name].config(), Haste(monkeypatch, 1)
     plan = make_plan(config)
     program, *others = plan.programs["train"]
     right, accepted = run(config, plan), {program}
-    for may_be_right, edit in of_trips(program):
+    for may_be_right, edit in edits(program):
         if (changed := tuple(edit)) in accepted:
             continue
         try:

@@ -22,7 +22,7 @@ from threed.base.errors import InputError
 from threed.checkpoint.load import resume
 from threed.comm.group import Comm
 from threed.engine.engine import Engine
-from threed.optim.registry import OPTIMIZERS
+from threed.optim.registry import OPTIMIZERS, kept_by, turning
 from threed.planner import make_plan
 from threed.prediction.memory import model_states
 from threed.program.instruction import Slot, Tier
@@ -41,33 +41,71 @@ WAYS = {
     "no-master": [*PLAIN, "zero.stage=1", "precision.dtype=bf16", "precision.master=none"],
 }
 OTHERS = [name for name in OPTIMIZERS if name != "adamw"]
+TURNING = [name for name in OTHERS if turning(name) is not None]
+# Ways beside those of all optimizers, of those that turn whole matrices
+MOE = ["model.family=moe", "model.experts=4", "model.expert_ffn_hidden=24", "model.shared_expert_ffn=20",
+       "train.seed=4", "model.layers=2", *DP]
+SP, LLAMA = "parallel.sequence_parallel=true", ["model.activation=swiglu", "model.kv_heads=4", *PLAIN]
+MORE_WAYS = {
+    "sp": [*LLAMA, "parallel.tp=2", SP, "zero.stage=3"],
+    "tp-4": [*LLAMA, "parallel.tp=4", "parallel.pp=1", "zero.stage=1"],
+    "biases": [*DP, "parallel.tp=2", "model.tie_embeddings=true", "model.qk_norm=true", "zero.stage=0"],
+    "persistent": [*LLAMA, "zero.stage=3", "zero.persist_below=1500"],
+    "groups": [*PLAIN, "parallel.dp=4", "parallel.pp=1", "zero.shard_size=2", "zero.stage=2",
+               "parallel.tp=2"],
+    "order": [*PLAIN, "parallel.tp=2", "parallel.axis_order=tp-pp-dp", "zero.stage=1"],
+    "cp": [*PLAIN, "parallel.cp=2", "zero.stage=1"],
+    "heads": [*LLAMA, "optimizer.matrices=heads", "parallel.tp=2"],
+    "clipped": [*PLAIN, "zero.stage=2", "optimizer.clip_grad=0.3"],
+    "original": [*PLAIN, "optimizer.turn_scale=original", "optimizer.nesterov=false"],
+    "beside": [*PLAIN, "optimizer.adamw_lr=5e-3", "optimizer.adamw_weight_decay=0.5"],
+    "bf16": [*PLAIN, "precision.dtype=bf16", "zero.stage=2", "optimizer.turn_dtype=bf16"],
+    **{schedule: [*PLAIN, f"parallel.schedule={schedule}", "zero.stage=2"]
+       for schedule in ("gpipe", "zb-h1", "zb-v")},
+    "experts": [*MOE, "parallel.pp=2"],
+    "ep": [*MOE, "parallel.ep=2", "zero.stage=2"],
+    "ep-sp": [*MOE, "parallel.ep=4", "parallel.tp=2", SP, "zero.stage=3"],
+    "ep-groups": [*MOE, "parallel.dp=4", "parallel.ep=2", "zero.shard_size=2", "zero.stage=1"],
+}
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", OTHERS)
-def test_the_reference(name, way, references):
+def ways(name: str) -> list[str]:
+    """Those that an optimizer has."""
+    here = [way for way, words in WAYS.items() if not any("offload" in word for word in words)]
+    return [*here, *MORE_WAYS] if name in TURNING else [*WAYS]
+
+
+def settings(name: str, way: str) -> list[str]:
+    """Overrides with which an optimizer's numbers can be compared."""
     # Lion moves every weight by lr: a sign that rounding turns is seen only where it is a large part of the
-    # weights.
-    overrides = ["optimizer.lr=1e-4"] if name == "lion" else []
-    assert_contract(tiny(*WAYS[way], f"optimizer.name={name}", *overrides), references)
+    # weights. And a turn in bf16 moves by 1e-2 where its input moves by 1e-7.
+    own = {"lion": ["optimizer.lr=1e-4"], **{each: ["optimizer.turn_dtype=fp32"] for each in TURNING}}
+    return [f"optimizer.name={name}", *own.get(name, []), *{**WAYS, **MORE_WAYS}[way]]
+
+
+@pytest.mark.parametrize(("name", "way"), [(name, way) for name in OTHERS for way in ways(name)])
+def test_the_reference(name, way, references):
+    assert_contract(tiny(*settings(name, way)), references)
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_stages_have_the_same_bits(name):
     """All stages that sum in one order."""
     once = {2: ["zero.reduce_every=step"], 3: ["zero.reduce_every=step"]}
-    same_bits([loopback(tiny(*WAYS[f"zero-{stage}"], *once.get(stage, []), f"optimizer.name={name}"), 3)
-               for stage in range(4)])
+    clip = ["optimizer.clip_grad=0.5"] if name in TURNING else []
+    same_bits([loopback(tiny(*WAYS[f"zero-{stage}"], *once.get(stage, []), f"optimizer.name={name}", *clip),
+                        3) for stage in range(4)])
 
 
-@pytest.mark.parametrize("way", ["zero-0", "zero-1", "zero-2", "zero-3", "cpu", "disk"])
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize(("name", "way"), [
+    (name, way) for name in OTHERS for way in ("zero-0", "zero-1", "zero-2", "zero-3", "cpu", "disk")
+    if way in ways(name)])
 def test_resumed_on_another_mesh(name, way, tmp_path):
     """Only what the optimizer keeps is saved; what goes on has the bits that a run without a stop has."""
-    config = at(tmp_path, *WAYS[way], f"optimizer.name={name}")
+    config = at(tmp_path, *settings(name, way))
     path = saved_after(config, 2)
     kinds = {kind for entry in manifest(path)["parameters"].values() for kind in entry["sums"]}
-    assert kinds == {"param", *(buffer.name for buffer in OPTIMIZERS[name].buffers)}
+    assert kinds == {"param", *kept_by(name)}
     goes_on = named(config, path)
 
     def go_on(engine: Engine, comm: Comm) -> list[float]:
@@ -77,13 +115,14 @@ def test_resumed_on_another_mesh(name, way, tmp_path):
     more, *_ = on_ranks(goes_on, go_on)
     whole, *_ = on_ranks(config, lambda engine, comm: step(engine, comm, 4))
     assert more == whole[2:]
-    other = named(at(tmp_path, *WAYS["zero-3"], f"optimizer.name={name}"), path)
+    other = named(at(tmp_path, *settings(name, "zero-3")), path)
     moved, *_ = on_ranks(other, lambda engine, comm: (resume(other, engine.zero), step(engine, comm, 2))[1])
     assert moved == pytest.approx(more, rel=1e-6)
 
 
 @pytest.mark.parametrize(("before", "after", "missing"), [
-    ("sgd", "adamw", "exp_avg and exp_avg_sq"), ("lion", "adamw", "exp_avg_sq"), ("sgd", "lion", "exp_avg")])
+    ("sgd", "adamw", "exp_avg and exp_avg_sq"), ("lion", "adamw", "exp_avg_sq"), ("sgd", "lion", "exp_avg"),
+    ("adamw", "muon", "momentum"), ("muon", "adamw", "exp_avg and exp_avg_sq")])
 def test_another_optimizer_wants_more(before, after, missing, tmp_path):
     path = saved_after(at(tmp_path, *DP, f"optimizer.name={before}"), 1)
     goes_on = named(at(tmp_path, *DP, f"optimizer.name={after}"), path)

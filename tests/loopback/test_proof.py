@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from threed.base.hashing import splitmix64
-from threed.checkpoint.boxes import Box, rectangles
 from threed.checkpoint.proof import MASK, checksum
+from threed.features.zero.boxes import Box, rectangles
 from threed.optim import native
 
 pytestmark = pytest.mark.core

@@ -4,6 +4,7 @@ named."""
 from __future__ import annotations
 
 import copy
+import itertools
 import re
 import socket
 from collections.abc import Callable
@@ -30,6 +31,7 @@ from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
 from threed.engine.verify import COLUMNS, Verifier, checksum
 from threed.models.layers.experts import Routes
+from threed.optim.muon import Muon
 from threed.planner import make_mesh, make_plan
 from threed.program.analysis import Analysis
 from threed.program.instruction import Instruction, Op, Slot
@@ -93,6 +95,29 @@ def test_updates_that_wait(overrides):
     usual = ["parallel.pp=2", "parallel.dp=2", "train.steps=5"]
     config = tiny(*SMALL[:-1], *usual, *overrides)
     same_bits([loopback(config, 5), verified(twice(config), 5)])
+
+
+@pytest.mark.parametrize("overrides", [["zero.stage=0"], ["zero.stage=3", "parallel.tp=2"]])
+def test_turns_are_computed_twice(overrides):
+    """A turn overwrites its matrix, and moments change in `begin`: the second of two has its own."""
+    config = tiny(*SMALL[:-1], "parallel.dp=2", "optimizer.name=muon", *overrides)
+    same_bits([loopback(config, 3), verified(twice(config), 3)])
+
+
+def test_a_turn_that_differs(monkeypatch):
+    """One element of one matrix, on its owner."""
+    turn, calls = Muon.turn, itertools.count()
+
+    def wrong(self, matrix, by):
+        turned = turn(self, matrix, by)
+        if next(calls) == 12:
+            turned = turned.clone()
+            turned[0, 0] += 1
+        return turned
+
+    monkeypatch.setattr(Muon, "turn", wrong)
+    config = tiny(*SMALL[:-1], "parallel.dp=2", "zero.stage=1", "optimizer.name=muon")
+    assert "first in the update of p" in message(twice(config), lambda engine: None)
 
 
 @pytest.mark.parametrize("stage", [0, 2])

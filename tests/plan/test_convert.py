@@ -449,3 +449,39 @@ def test_synonyms(key, instead):
 def test_no_synonym_of_our_own_words(key):
     """Our words in another section are left to the search for names alike."""
     assert ours(key) is None
+
+
+SMALL_LM = ("--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1 "
+            "--global-batch-size 8 --lr 1e-3 --train-iters 10 ")
+
+
+@pytest.mark.parametrize(("text", "ours", "refused"), [
+    ("--optimizer muon --muon-scale-mode spectral --muon-extra-scale-factor 0.2 --muon-nesterov "
+     "--muon-momentum 0.9 --muon-num-ns-steps 6",
+     {"name": "muon", "turn_scale": "match_rms_adamw", "nesterov": True, "momentum": 0.9, "turns": 6,
+      "betas": [0.9, 0.999]}, ""),
+    ("--optimizer dist_muon --muon-scale-mode shape_scaling",
+     {"name": "muon", "turn_scale": "original", "nesterov": False, "momentum": 0.95}, ""),
+    ("--optimizer muon --muon-scale-mode unit_rms_norm", {"name": "muon"}, "unit_rms_norm"),
+    ("--optimizer muon --muon-scale-mode shape_scaling --muon-tp-mode blockwise "
+     "--tensor-model-parallel-size 2", {"name": "muon"}, "numbers would depend on tp"),
+    ("--optimizer muon --muon-scale-mode shape_scaling --muon-tp-mode distributed "
+     "--tensor-model-parallel-size 2", {"name": "muon"}, ""),
+    ("--optimizer muon --muon-scale-mode shape_scaling --muon-no-split-qkv", {"name": "muon"},
+     "of their own"),
+    ("--optimizer adam --muon-momentum 0.9", {"name": "adamw", "momentum": 0.95}, ""),
+])
+def test_muon_of_megatron(text, ours, refused, tmp_path):
+    done = megatron(SMALL_LM + text)
+    check(done, tmp_path)
+    assert {key: getattr(done.config.optimizer, key) for key in ours} == ours
+    assert (refused in subject.show(done)) and bool(refused) == ("# Refused" in subject.show(done))
+
+
+def test_muon_of_deepspeed(tmp_path):
+    done = deepspeed(tmp_path, {"train_batch_size": 16, "optimizer": {"type": "Muon", "params": {
+        "lr": 0.02, "momentum": 0.9, "adam_lr": 1e-3}}})
+    check(done, tmp_path)
+    optimizer = done.config.optimizer
+    assert (optimizer.name, optimizer.turn_scale, optimizer.momentum) == ("muon", "original", 0.9)
+    assert (optimizer.lr, optimizer.adamw_lr) == (0.02, 1e-3)

@@ -37,7 +37,7 @@ def said(key: str) -> str:
     ("model.score_func", "model.router_score"), ("model.first_k_dense_replace", "model.first_dense"),
     ("parallel.expert_parallel_degree", "parallel.ep"), ("parallel.ep_size", "parallel.ep"),
     ("parallel.expert_model_parallel_size", "parallel.ep"), ("parallel.etp", "parallel.ep"),
-    ("optimizer.muon", "adamw, lion or sgd"), ("optimizer.adafactor", "adamw, lion or sgd"),
+    ("optimizer.muon", "use optimizer.name=muon"), ("optimizer.adafactor", "adamw, lion, muon"),
     ("optimizer.adam_epsilon", "optimizer.eps"), ("parallel.context_parallel", "use parallel.cp"),
     ("parallel.data_parallel_shard_degree", "zero.shard_size"),
     ("parallel.tensor_parallel_degree", "parallel.tp"),

@@ -154,7 +154,7 @@ def test_the_weights_that_were_loaded(row, sources, tmp_path):
 
 def of_files(path: Path, config: Config) -> dict[str, torch.Tensor]:
     """The whole weights in a checkpoint's files, read by the reader, and by no engine."""
-    from threed.checkpoint.boxes import Box
+    from threed.features.zero.boxes import Box
 
     reader, values = BoxReader(path, unseal(path)), {}
     for each in parameters(config.model):

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from threed.api.start import Loads, start
 from threed.base.errors import InputError, RunError, check_type
+from threed.base.mesh import Mesh
 from threed.base.quantity import many, show_bytes, show_count
 from threed.base.signals import ASKS, BEGAN, calm
 from threed.comm.environment import RankPlace, place_of_environment
@@ -36,6 +37,9 @@ from threed.program import units as listed
 from threed.program.analysis import Analysis
 from threed.program.check import check as check_plan
 from threed.program.graphs import Graphs, graphs
+from threed.program.instruction import Instruction
+from threed.program.names import TRAIN
+from threed.program.owned import owned
 from threed.program.plan import Plan
 from threed.schema import Config
 from threed.training.hooks import Callback
@@ -87,7 +91,8 @@ def check_document(analysis: Analysis, what: Config | Plan) -> dict[str, Any]:
         row |= {"cuda_graphs": held.count, "graph_sets": len(held.peaks)}
     return {"ok": True, "world_size": config.world_size, "instructions": len(plan), "digest": analysis.digest,
             "chosen": chosen_for(what, config) if isinstance(what, Config) else [],
-            "warnings": warnings_of(config, plan), "stages": rows}
+            "warnings": warnings_of(config, plan), "stages": rows,
+            **({"turns": turns} if (turns := [each.document() for each in owned(plan.table)]) else {})}
 
 
 def _graphs(analysis: Analysis) -> list[Graphs]:
@@ -104,6 +109,7 @@ def show_check(analysis: Analysis, given: Config, fits: bool = True, columns: in
              f"{analysis.digest}",
              *chosen_for(given, config), *(f"warning: {line}" for line in warnings_of(config, plan)),
              summary.show(summary.stages(analysis), columns)]
+    lines += map(str, owned(plan.table))
     ranks = f"{config.parallel.ep} ranks together hold" if config.parallel.ep > 1 else "each rank holds"
     if (active := num_parameters(config.model, True)) < (every := num_parameters(config.model)):
         lines.append(f"experts: {show_count(every)} parameters, of which {show_count(active)} compute a "
@@ -153,7 +159,8 @@ def _drawn(analysis: Analysis, program: str, columns: int | None) -> str:
     """The grid of a program, what its cells are, and what it does not draw."""
     legend, beside = shows.legend(analysis.plan, program), shows.beside(analysis.plan, program)
     drawn = [f" ({legend})", shows.grid(analysis, program, columns=columns)] if legend else [""]
-    return "\n".join([*drawn, *([beside] if beside else [])])
+    turns = map(str, owned(analysis.table)) if program == TRAIN else ()
+    return "\n".join([*drawn, *([beside] if beside else []), *turns])
 
 
 def _groups(config: Config) -> str:
@@ -193,8 +200,16 @@ def explain(what: Config | Plan | Analysis, index: int, rank: int = 0,
     others = {other for group in explained.groups for other in mesh.group(group, rank)} - {rank}
     if item.peer >= 0:
         others = {mesh.group("pp", rank)[item.peer]}
-    return replace(explained, rank=rank, ranks=sorted(others),
+    return replace(explained, rank=rank, ranks=sorted(others), owns=_owns(item, plan, mesh, rank),
                    origin=explaining.origin(stages, plan.programs[program][position], index))
+
+
+def _owns(item: Instruction, plan: Plan, mesh: Mesh, rank: int) -> list[str]:
+    """The matrices that a rank turns in an instruction."""
+    way = plan.table.parameters[item.unit].turning if item.part == "turn" else None
+    owner = mesh.group(way.group, rank).index(rank) if way is not None else -1
+    return [f"{each.parameter} {each.index} {list(each.shape)}"
+            for each in (way.matrices if way is not None else ()) if each.owner == owner]
 
 
 def list_units(plan: Plan, kind: str) -> list[dict[str, Any]]:

@@ -83,12 +83,21 @@ def _shards(mesh: Mesh) -> int:
     return mesh.shard_size
 
 
+def _owners(mesh: Mesh, at: int) -> list[int]:
+    """The ranks of a position whose data ranks are in one shard group with those of the rank `at`."""
+    def run(number: int) -> int:
+        return mesh.number(mesh.at(number, GROUPS[OWNERS].axes or ()), data_axes()) // mesh.shard_size
+
+    return [each for each in range(mesh.count(GROUPS[OWNERS].axes or ())) if run(each) == run(at)]
+
+
 def data_axes() -> tuple[str, ...]:
     """The axes whose ranks have data of their own, and over which ZeRO works: of samples and of tokens."""
     return spanned(_DATA)
 
 
 _DATA = ("samples", "tokens")
+OWNERS = "owners"
 
 
 GROUPS: dict[str, GroupRow] = {
@@ -103,6 +112,8 @@ GROUPS: dict[str, GroupRow] = {
     "shard": GroupRow(_DATA, "dp", "dp", in_runs(_shards), lambda mesh: mesh.has_copies),
     # and repeated across "replica", the ranks at the same place in each run.
     "replica": GroupRow(_DATA, "dp", "dp", across_runs(_shards, _DATA), lambda mesh: mesh.has_copies),
+    # EXCHANGE of matrices for their owners, which turn them: ranks that together have a parameter unit.
+    OWNERS: GroupRow((*_DATA, "parameters"), "dp", "owners", _owners, lambda mesh: OWNERS in mesh.extra),
     # SEND and RECV.
     "pp": GroupRow(("pp",), "pp"),
     # The first and the last position, which hold a tied embedding; any other position is alone in its group.

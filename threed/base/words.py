@@ -57,12 +57,16 @@ _SAYINGS = (
     ("the router is of model.family=moe: model.router_score, normalize_top_k, routed_scale, balance "
      "(docs/experts.md); it adds no noise",
      "gate router gating router_type router_noise router_jitter noisy_gate_policy gate_type"),
-    ("optimizer.name is adamw, lion or sgd; one of your own is a class (docs/extending/optimizer.md)",
-     "muon adafactor lamb lars shampoo soap sophia adam8bit adamw_8bit adam_8bit galore adagrad rmsprop "
-     "novograd adan prodigy schedule_free dion ns_steps muon_lr muon_momentum optim"),
+    ("optimizer.name is adamw, lion, muon, polar or sgd; one of your own is a class "
+     "(docs/extending/optimizer.md)",
+     "adafactor lamb lars shampoo soap sophia adam8bit adamw_8bit adam_8bit galore adagrad rmsprop "
+     "novograd adan prodigy schedule_free dion optim"),
+    ("use optimizer.name=muon, whose keys are optimizer.momentum, turns, turn_scale and turn_dtype; its "
+     "learning rate is optimizer.lr", "muon ns_steps newton_schulz_steps orthogonalize"),
     ("use optimizer.name", "adam adamw sgd lion optimizer_type optimizer_name"),
     ("use optimizer.eps", "epsilon adam_epsilon"),
-    ("use optimizer.betas, such as [0.9,0.95]; sgd has no momentum", "momentum nesterov"),
+    ("use optimizer.betas, such as [0.9,0.95]; optimizer.momentum and optimizer.nesterov are muon's, and sgd "
+     "has no momentum", "beta momenta"),
     ("threed keeps no average of weights over steps", "ema ema_decay swa weight_averaging"),
     ("threed has no fp8: precision.dtype is fp32, bf16 or fp16",
      "fp8 float8 fp8_recipe fp8_format mxfp8 fp4 nvfp4"),

@@ -15,7 +15,7 @@ from threed.comm.lanes import Lane, StreamLane, ThreadLane, copy
 from threed.devices import device_of
 from threed.optim import step as optimizer
 from threed.optim.base import Update, View
-from threed.optim.registry import OPTIMIZERS
+from threed.optim.registry import optimizer_called
 from threed.schema import OptimizerConfig
 from threed.spec.kernels import AttentionKernel, Kernel, Moved, Product
 from threed.tensor.disk import Disk
@@ -117,7 +117,7 @@ class Compute:
         and written, the gradient is read, and the parameter written."""
         weight, grad, *buffers = (torch.zeros(self.grid.stepped) for _ in range(4))
         by = Update(OptimizerConfig(), 1e-3, 1, True, 1.0)
-        adamw = OPTIMIZERS[by.config.name]
+        adamw = optimizer_called(by.config.name)
         view = View(weight, grad,
                     {buffer.name: each for buffer, each in zip(adamw.buffers, buffers, strict=True)})
         seconds = self.host.seconds(lambda: optimizer.step(by, view), self.grid.point_s)

@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import torch
 
-from threed.checkpoint.boxes import Box, overlap
 from threed.checkpoint.format import Manifest, Stored, Unusable, file_name, patiently, read_line
 from threed.checkpoint.proof import MASK, checksum
 from threed.checkpoint.shard_file import read
+from threed.features.zero.boxes import Box, overlap
 
 _OPEN = 64  # files open at a time: a small mesh may read what thousands of ranks wrote
 _RUN = 16 << 10  # bytes: shorter runs of a file are read together with the bytes between them

@@ -30,7 +30,7 @@ from threed.checkpoint.format import (
 from threed.checkpoint.lineage import Lineage, owner, read_latest, write_latest
 from threed.checkpoint.manifest import unseal
 from threed.checkpoint.named import named
-from threed.optim.registry import OPTIMIZERS
+from threed.optim.registry import OPTIMIZERS, kept_by, turning
 from threed.schema import Config, ModelConfig, keys_of
 
 _OF_ADAPTERS = ("model.lora_rank", "model.lora_alpha", "model.lora_targets")
@@ -145,12 +145,13 @@ def read_manifest(path: Path, config: Config, trains: bool = True,
         raise InputError(f"checkpoint {path} is of another model: {'; '.join(different)}{why}; give the "
                          "model its sizes" + ("" if base else ", or a new run a run.dir of its own"))
     saved = {kind for entry in manifest.parameters.values() for kind in entry.sums}
-    missing = [buffer.name for buffer in OPTIMIZERS[config.optimizer.name].buffers
-               if buffer.name not in saved]
-    theirs = manifest.config.get("optimizer", {}).get("name")
-    if missing and not (base or manifest.weights_only) and theirs != config.optimizer.name:
+    name, theirs = config.optimizer.name, manifest.config.get("optimizer", {}).get("name")
+    if theirs in OPTIMIZERS and turning(theirs) is not None and turning(name) is None:
+        saved = set[str]()  # what it has of them is of some parameters
+    missing = [kind for kind in kept_by(name) if kind not in saved]
+    if missing and not (base or manifest.weights_only) and theirs != name:
         raise InputError(f"checkpoint {path} was saved with optimizer.name={theirs}, and has no "
-                         f"{' and '.join(missing)}, which {config.optimizer.name} needs: go on with "
+                         f"{' and '.join(missing)}, which {name} needs: go on with "
                          f"{theirs}, or begin anew with train.resume=never")
     window, length = (manifest.made_for or {}).get("window"), config.model.seq_len
     if window is not None and length > window:

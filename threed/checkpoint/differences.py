@@ -15,7 +15,7 @@ from typing import Any
 from threed.base.mesh import AXES, QUIET
 from threed.checkpoint.format import Manifest
 from threed.optim.rate import learning_rate
-from threed.optim.registry import OPTIMIZERS
+from threed.optim.registry import OPTIMIZERS, kept_by
 from threed.schema import Config, OptimizerConfig
 
 _BESIDE = "what is measured, written or shown beside the training"
@@ -121,8 +121,7 @@ def _effect(key: str, manifest: Manifest, config: Config) -> str:
 
 
 def _of_the_optimizer(before: str | None, config: Config) -> str:
-    mine = [buffer.name for buffer in OPTIMIZERS[config.optimizer.name].buffers]
-    theirs = [buffer.name for buffer in OPTIMIZERS[before].buffers] if before in OPTIMIZERS else []
+    mine, theirs = kept_by(config.optimizer.name), kept_by(before) if before in OPTIMIZERS else ()
     parts = [f"its {name} goes on" for name in mine if name in theirs]
     parts += [f"{name} is left behind" for name in theirs if name not in mine]
     return f"; {', '.join(parts)}" if parts else ""

@@ -30,7 +30,6 @@ from threed.base.errors import InputError, RunError
 from threed.base.mesh import axes_of
 from threed.base.quantity import round_up, show_bytes
 from threed.checkpoint.box_reader import BoxReader
-from threed.checkpoint.boxes import Box, boxes
 from threed.checkpoint.choose import as_begun, begun, candidates, is_base, notes, read_manifest
 from threed.checkpoint.format import POLL_S, Manifest, Unusable, patiently
 from threed.checkpoint.lineage import Lineage
@@ -38,6 +37,7 @@ from threed.checkpoint.manifest import unseal
 from threed.checkpoint.proof import MASK, checksum
 from threed.comm.group import Comm
 from threed.comm.lanes import in_order
+from threed.features.zero.boxes import Box, boxes
 from threed.features.zero.run import ZeroRun
 from threed.schema import Config, ModelConfig
 

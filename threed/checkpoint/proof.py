@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from threed.base.hashing import splitmix64
-from threed.checkpoint.boxes import Box
+from threed.features.zero.boxes import Box
 from threed.optim import native
 
 MASK = 2**64 - 1

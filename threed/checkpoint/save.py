@@ -30,7 +30,6 @@ from typing import Any, NamedTuple
 import torch
 
 from threed.base.files import sync, write_whole
-from threed.checkpoint.boxes import boxes
 from threed.checkpoint.format import (
     INDEX,
     LATEST,
@@ -50,6 +49,7 @@ from threed.checkpoint.older import OlderCheckpoints, said_of, tidy
 from threed.checkpoint.shard_file import Item, write
 from threed.comm.lanes import in_order
 from threed.engine.engine import Engine
+from threed.features.zero.boxes import boxes
 from threed.features.zero.shard import counts
 from threed.features.zero.units import UnitState
 

@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 import torch
 
-from threed.checkpoint.boxes import Box
 from threed.checkpoint.format import Report
 from threed.checkpoint.proof import MASK, checksum
+from threed.features.zero.boxes import Box
 
 PIECE = 16 << 20  # bytes that are written or read at a time
 Parts = list[tuple[int, int]]  # the parts of a file, in order: (bytes, CRC-32)

@@ -17,6 +17,7 @@ from threed.config.named import unlike
 from threed.config.own_layers import unused
 from threed.config.stages import check_folds, check_group, check_pair, check_parallel, check_stages
 from threed.config.suits import check_data, check_monitor
+from threed.config.turned import check_matrices, check_turned
 from threed.config.values import check_values
 from threed.models.check import unsound
 from threed.models.families.registry import calling, family_of
@@ -49,9 +50,11 @@ def validate(config: Config, world_size: int | None = None) -> list[Problem]:
         problems += [*of_model, *of_layers, *check_parallel(config, world_size)]
         sound = not of_layers and not (of_model and config.model.tile_linears is not None)
         problems += [*check_folds(config), *check_pair(config), *check_stages(config)] if sound else []
+        problems += check_matrices(config) if sound and "optimizer" not in wrong else []
     problems += _check_batch(config) if not wrong & {"train", "parallel", "data"} else []
     problems += check_data(config) if not wrong & {"data", "run"} else []
     problems += _check_schedule(config) if not wrong & {"train", "optimizer"} else []
+    problems += check_turned(config) if not wrong & {"optimizer", "offload"} else []
     problems += _check_zero(config) if not wrong & {"zero", "parallel", "train"} else []
     problems += _check_activation(config) if "activation" not in wrong else []
     problems += _check_offload(config) if "offload" not in wrong else []

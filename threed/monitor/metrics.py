@@ -60,7 +60,8 @@ METRICS = (
     _row("pipeline/bubble_predicted", "", "the same, from a simulation of the plan with the costs that this "
          "step measured", by_position=True),
     _row(_each("time/", CAUSES), "s", "where the time of the step went, mean over ranks; `time/keys_wait` "
-         "with parallel.cp_overlap alone, `time/ep_wait` with experts", by_position=True),
+         "with parallel.cp_overlap alone, `time/owners_wait` with muon or polar, "
+         "`time/ep_wait` with experts", by_position=True),
     _row(_each("offload/", (*BESIDE, WAITED), "_s"), "s", "where something is offloaded: in which each lane "
          "that the plan has worked in the step, beside the computation, and in which the computation waited "
          "for any of them; means of all ranks"),

@@ -1,4 +1,5 @@
-"""The interface of an optimizer: the buffers that it keeps, and how it updates a range of weights.
+"""The interface of an optimizer: the buffers that it keeps, and how it updates weights: element by element in
+any range (Optimizer), or whole matrices (MatrixOptimizer).
 
 Each optimizer is a file in this folder. From its buffers threed derives a plan's memory, files on the host
 and the disk, the content of checkpoints, and predicted times. The planner reads the buffers, and imports no
@@ -7,6 +8,7 @@ torch: optimizers import torch inside `update`.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -46,6 +48,7 @@ class Update(NamedTuple):
     mean: float = 0.0  # of a gradient that is a count: over the elements of its parameter
     threads: int = 0  # of native.c; 0: as many as torch's
     device: OnDevice | None = None  # given: instead of `lr`, `number` and `scale`, which are no numbers then
+    shape: tuple[int, int] = (0, 0)  # of the matrix that the range is a part of (MatrixOptimizer.end)
 
     @property
     def weight_decay(self) -> float:
@@ -60,16 +63,26 @@ class View(NamedTuple):
     state: Mapping[str, Tensor]  # buffers by name, updated in place
 
 
-class Optimizer(ABC):
+class AnyOptimizer:
+    """What all optimizers tell."""
+
+    buffers: tuple[Buffer, ...] = ()
+    compiled = False  # whether native.c has a loop for it
+    # Whether it can read its numbers from `Update.device`. Else the host waits for CLIP before each STEP on
+    # the device, to give them to it.
+    on_device = False
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all buffers per element."""
+        return sum(BYTES[buffer.dtype] for buffer in self.buffers)
+
+
+class Optimizer(AnyOptimizer, ABC):
     """An elementwise optimizer: the update of an element depends on no other, so any range can be updated on
     its own."""
 
-    buffers: tuple[Buffer, ...] = ()
     needs_room = False  # whether `update` allocates tensors as large as its range; then ranges are short
-    compiled = False  # whether native.c has a loop for it
-    # Whether `update` can read its numbers from `Update.device`. Else the host waits for CLIP before each
-    # STEP on the device, to give them to it.
-    on_device = False
 
     @abstractmethod
     def update(self, view: View, by: Update) -> None:
@@ -85,7 +98,41 @@ class Optimizer(ABC):
         too, if given. False: not supported, and nothing was done."""
         return False
 
-    @property
-    def bytes(self) -> int:
-        """Bytes of all buffers per element."""
-        return sum(BYTES[buffer.dtype] for buffer in self.buffers)
+
+class MatrixOptimizer(AnyOptimizer, ABC):
+    """An optimizer of whole matrices. An update has three parts: `begin` and `end` work element by element on
+    what a rank owns, and between them one rank has the whole of a matrix, which it turns. What is in no
+    matrix, AdamW steps.
+
+    `begin` and `end` are here those of Muon: one moment, a decay of weights, and a step by a learning rate
+    that the shape of the matrix scales.
+    """
+
+    buffers = (Buffer("momentum"),)
+
+    @abstractmethod
+    def turn(self, matrix: Tensor, by: Update) -> Tensor:
+        """A matrix [m, n], which may be overwritten, -> the direction of its step, [m, n], of the same dtype
+        (optimizer.turn_dtype). Zeros must give zeros."""
+
+    @abstractmethod
+    def products(self, rows: int, columns: int, config: OptimizerConfig) -> Sequence[tuple[int, int, int]]:
+        """What a turn costs: products of [m, k] by [k, n], as (m, n, k)."""
+
+    def flops(self, rows: int, columns: int, config: OptimizerConfig) -> int:
+        """Of the turn of a matrix."""
+        return sum(2 * math.prod(product) for product in self.products(rows, columns, config))
+
+    def begin(self, view: View, by: Update) -> Tensor:
+        """Update the buffers of a range with fp32 gradients, [n] -> what is to be turned, [n] in fp32."""
+        momentum, mean = by.config.momentum, view.state["momentum"]
+        grad = view.grad.mul_(by.scale) if by.scale != 1.0 else view.grad
+        mean.lerp_(grad, 1 - momentum)
+        return grad.lerp(mean, momentum) if by.config.nesterov else mean
+
+    def end(self, view: View, turned: Tensor, by: Update) -> None:
+        """Step a range of fp32 weights, [n], by what was turned, [n] in optimizer.turn_dtype."""
+        rows, columns = by.shape
+        scale = (0.2 * math.sqrt(max(rows, columns)) if by.config.turn_scale == "match_rms_adamw"
+                 else math.sqrt(max(1, rows / columns)))
+        view.weight.mul_(1 - by.lr * by.weight_decay).add_(turned, alpha=-by.lr * scale)

@@ -1,15 +1,15 @@
-"""An optimizer's step over flat ranges."""
+"""An optimizer's step over flat ranges, and of whole matrices."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 
 from threed.devices import device_of
-from threed.optim.base import Update, View
-from threed.optim.registry import optimizer_called
+from threed.optim.base import MatrixOptimizer, Update, View
+from threed.optim.registry import optimizer_called, turning
 
 
 class RangeStep(NamedTuple):
@@ -59,16 +59,66 @@ def step(by: Update, view: View, copy: torch.Tensor | None = None) -> None:
 def step_twice(by: Update, view: View, copy: torch.Tensor | None = None) -> torch.Tensor:
     """Update copies of the range first, then the range itself. Returns how many elements of the two
     differ."""
-    again = View(view.weight.clone(), view.grad.clone(),
-                 {name: each.clone() for name, each in view.state.items()})
+    again = copied(view)
     scratch = torch.empty_like(copy) if copy is not None else None
     step(by, again, scratch)
     step(by, view, copy)
     pairs = [(again.weight, view.weight), *((again.state[name], each) for name, each in view.state.items())]
     if scratch is not None and copy is not None:
         pairs.append((scratch, copy))
+    return differing(pairs)
+
+
+def begin(by: Update, view: View, out: torch.Tensor) -> None:
+    """The part `begin` of a step of matrices, of a flat range; what is to be turned is written to `out`, in
+    its dtype."""
+    optimizer = _turning(by)
+    for part, scratch in _chunks(view.grad):
+        out[part] = optimizer.begin(View(view.weight[part], _wide(view.grad[part], scratch),
+                                         {name: each[part] for name, each in view.state.items()}), by)
+
+
+def end(by: Update, view: View, turned: torch.Tensor) -> None:
+    """The part `end`, of a flat range of a matrix. (`view.grad` is not read.)"""
+    optimizer = _turning(by)
+    for part, scratch in _chunks(view.weight):
+        weight = view.weight[part]
+        wide = _wide(weight, scratch)
+        optimizer.end(View(wide, view.grad, {name: each[part] for name, each in view.state.items()}),
+                      turned[part], by)
+        if wide is not weight:
+            weight.copy_(wide)
+
+
+def turn(by: Update, matrix: torch.Tensor) -> torch.Tensor:
+    """The part `turn`, of a whole matrix, which may be overwritten."""
+    return _turning(by).turn(matrix, by)
+
+
+def differing(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    """How many elements of two computations of the same differ."""
     return torch.stack([((one != other) & ~(one.isnan() & other.isnan())).sum()
                         for one, other in pairs]).sum()
+
+
+def copied(view: View) -> View:
+    """A view of memory of its own with the same values."""
+    return View(view.weight.clone(), view.grad.clone(),
+                {name: each.clone() for name, each in view.state.items()})
+
+
+def _turning(by: Update) -> MatrixOptimizer:
+    optimizer = turning(by.config.name)
+    assert optimizer is not None, by.config.name
+    return optimizer
+
+
+def _chunks(flat: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Short parts of a range, and room for each in fp32, which is empty where the range is fp32."""
+    size = max(1, min(device_of(flat.device).chunk, len(flat)))
+    scratch = torch.empty(size if flat.dtype != torch.float32 else 0, device=flat.device)
+    for start in range(0, len(flat), size):
+        yield slice(start, start + size), scratch
 
 
 def _is_narrow(view: View) -> bool:

@@ -12,7 +12,7 @@ from itertools import compress
 from typing import NamedTuple
 
 from threed.base.errors import InputError
-from threed.base.mesh import FOLDS, GROUPS, Mesh, axes_of
+from threed.base.mesh import FOLDS, GROUPS, OWNERS, Mesh, axes_of
 from threed.base.quantity import BYTES, add_up
 from threed.base.remember import remembered
 from threed.config.stages import stage_runs
@@ -24,8 +24,9 @@ from threed.models.layers.base import Layer
 from threed.models.layers.handing import handing, passes
 from threed.models.layers.head import Generates
 from threed.models.tiling import cut_layers, folds_of, model_key, share_of, unit_layers
-from threed.optim.registry import OPTIMIZERS
+from threed.optim.registry import OPTIMIZERS, turning
 from threed.planner.hand_overs import hand_overs
+from threed.planner.owners import with_owners
 from threed.planner.unit_kinds import (
     KINDS,
     OWN,
@@ -35,6 +36,7 @@ from threed.planner.unit_kinds import (
     fold_of,
     parameter_units,
     persists,
+    stepped_by,
 )
 from threed.program.costs import load_costs
 from threed.program.entries import ComputeUnit, MadeTensor, ParameterUnit, ReadTensor, Reduction
@@ -79,9 +81,9 @@ def unit_parameters(config: Config) -> dict[int, tuple[Parameter, ...]]:
 def make_mesh(config: Config) -> Mesh:
     """The mesh of a config: its axes, their sizes and their order among ranks."""
     parallel = config.parallel
+    extra = ["keys"] * parallel.cp_overlap + [OWNERS] * (turning(config.optimizer.name) is not None)
     return Mesh(tuple(parallel.axis_order.split("-")), config.shard_size, folds_of(config),
-                {"cp": parallel.cp_form}, ["keys"] * parallel.cp_overlap, **config.axis_sizes,
-                **config.fold_sizes)
+                {"cp": parallel.cp_form}, extra, **config.axis_sizes, **config.fold_sizes)
 
 
 @remembered(lambda config: (depends_on(config), config.shard_size,
@@ -135,7 +137,7 @@ def make_table(config: Config, place: tuple[int, ...]) -> Table:
         positions = tuple(sorted(ends)) if kind == TIED else (place[stage_of[user]],)
         name = {OWN: units[user].name, TIED: "tied embedding"}.get(kind, f"{units[user].name}, {kind}")
         trains = any(placed.parameter.trains for placed in laid.placed)
-        fold, (optimizer, dtype) = fold_of(kinds[index].parameters), _of_kind(config, kind)
+        fold, (optimizer, dtype) = fold_of(kinds[index].parameters), _of_kind(config, kinds[index])
         shared = ordinary.folded(config, fold) if fold else ordinary
         parameters[index] = ParameterUnit(
             name, positions, laid.numel, laid.padding, shared.group, shared.shards,
@@ -143,16 +145,16 @@ def make_table(config: Config, place: tuple[int, ...]) -> Table:
             whole=all(persists(config, placed.parameter) for placed in laid.placed), trains=trains,
             kind=kind, optimizer=optimizer, fold=fold, dtype=dtype)
     _send_home(config, parameters)
+    parameters = with_owners(config, make_mesh(config), laid_out, parameters)
     return cut(replace(table, parameters=parameters),
                settings(config, make_mesh(config), parallel.sequence_parallel))
 
 
-def _of_kind(config: Config, kind: str) -> tuple[str, str]:
-    """(optimizer, dtype) of a kind of parameter units, where these are not the config's."""
-    if kind not in KINDS:
-        return "", ""
-    row = KINDS[kind]
-    return row.optimizer, row.dtype if row.dtype != config.precision.dtype else ""
+def _of_kind(config: Config, unit: UnitParameters) -> tuple[str, str]:
+    """(optimizer, dtype) of a parameter unit, where these are not the config's."""
+    row = KINDS.get(unit.kind)
+    dtype = row.dtype if row is not None and row.dtype != config.precision.dtype else ""
+    return (row.optimizer if row is not None else "") or stepped_by(config, unit.parameters), dtype
 
 
 def with_logits(config: Config, table: Table) -> Table:

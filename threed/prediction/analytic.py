@@ -8,13 +8,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from threed.base.mesh import GROUPS, axes_of
+from threed.base.quantity import BYTES
 from threed.base.remember import remembered
+from threed.optim.registry import turning
 from threed.planner.facts import make_mesh, make_table
 from threed.prediction.hardware import GroupPlace, Hardware, places
 from threed.prediction.prices import Prices, Travel
 from threed.program.buffers import lowered
 from threed.program.effects import effects
-from threed.program.entries import ComputeUnit
+from threed.program.entries import ComputeUnit, Turning
 from threed.program.instruction import COMPUTE, PARTS, PHASES, Instruction, Op, SlotKind, Tier, form_key
 from threed.program.plan import Plan
 from threed.program.simulate import Costs, cost_of
@@ -22,6 +24,7 @@ from threed.program.table import Table
 from threed.program.traffic import moved_by, sent_by
 from threed.program.trips import depends, trip_of
 from threed.program.walk import Cost
+from threed.schema import OptimizerConfig
 from threed.spec.kernels import FROZEN, Moved, Product
 
 # Kernels of a unit on a device. Of its norm: some six for each kind of its parameters, of which a block has
@@ -52,7 +55,7 @@ def cost(plan: Plan, hardware: Hardware, measured: Costs | None = None, imbalanc
         if op in COMPUTE:
             return compute.seconds(op, instruction.unit) * (imbalance if instruction.unit in busiest else 1.0)
         if op == Op.STEP:
-            return compute.step(instruction.unit)
+            return compute.step(instruction.unit, instruction.part)
         if op == Op.CLIP and instruction.gradients != "none":
             return compute.norm(position) + travel.seconds(position, instruction)
         if op == Op.RELEASE and instruction.kind in PARTS:  # it copies this rank's part
@@ -66,8 +69,8 @@ def cost(plan: Plan, hardware: Hardware, measured: Costs | None = None, imbalanc
             added_s = max(0.0, compute.added(size) - copied_s) if times > 1 else 0.0
             return copied_s + (1 - 1 / max(1, times)) * added_s
         sent_s = travel.seconds(position, instruction)
-        by_counts = busiest and op == Op.EXCHANGE and trip_of(instruction, table).counts
-        return sent_s * imbalance if by_counts else sent_s
+        travels = busiest and op == Op.EXCHANGE and instruction.of_slot
+        return sent_s * imbalance if travels and trip_of(instruction, table).counts else sent_s
 
     def seconds(position: int, instruction: Instruction) -> float:
         op = instruction.op
@@ -121,7 +124,8 @@ class _Compute:
         self.units = _units(plan, hardware)
         self.sequence_parallel = plan.config is not None and plan.config.parallel.sequence_parallel
         self.prices = Prices(hardware, plan.table.elements.param, _ranks_of_node(plan, hardware))
-        self.travel, self.places = Travel(hardware), _places(plan, hardware)
+        self.travel, self.places, self.config = Travel(hardware), _places(plan, hardware), plan.config
+        self._prices_of_turns: dict[int, Prices] = {}  # by bytes of an element
         self._known = _known_prices(hardware, plan.table.elements.param, self.sequence_parallel, tuple(
             (axis, *vars(self.places[axis]).values())
             for axis in (*axes_of("tokens"), *axes_of("parameters"))))
@@ -186,13 +190,34 @@ class _Compute:
         frozen = any(isinstance(kernel, Product) and kernel.weight == FROZEN for kernel in unit.kernels)
         return any(unit.traffic["weight"].values()) or (frozen and self.sequence_parallel)
 
-    def step(self, index: int) -> float:
+    def step(self, index: int, part: str = "") -> float:
         """STEP reads gradient, master and buffers, and writes master, buffers and the parameter."""
         table = self.table
+        if (way := table.parameters[index].turning) is not None:
+            parts = self._parts(index, way)  # (a run measures the mean of the three)
+            return parts[part] if part else sum(parts.values()) / len(parts)
         numel, home = table.shards.numel(index), table.parameters[index].state_home
         size = numel * (2 * table.shards.state_bytes(Tier.HOST, index) + table.elements.grad
                         + table.shards.param_bytes(index))
         return self.prices.update(size, home != Tier.DEVICE, _STEP_KERNELS)
+
+    def _parts(self, index: int, way: Turning) -> dict[str, float]:
+        """Of the parts of a step that turns matrices. The owner that has most to do in all units of a
+        position is that much busier in each."""
+        optimizer = self.config.optimizer if self.config is not None else OptimizerConfig("muon")
+        numel, turner = self.table.shards.numel(index), turning(optimizer.name)
+        assert turner is not None
+        state = sum(BYTES[buffer.dtype] for buffer in self.table.shards.buffers(index))
+        begun = numel * (2 * state + self.table.elements.grad + 3 * way.element)
+        ended = numel * (2 * self.table.shards.state_bytes(Tier.DEVICE, index) - 2 * state + way.element
+                         + 2 * self.table.shards.param_bytes(index))
+        prices = self._prices_of_turns.setdefault(way.element, Prices(self.hardware, way.element))
+        shapes = Counter(each.shape for each in way.matrices)
+        whole = sum(count * prices.product(m, n, k) for shape, count in shapes.items()
+                    for m, n, k in turner.products(*shape, optimizer))
+        return {"begin": self.prices.update(begun, False, _STEP_KERNELS),
+                "turn": whole * way.busiest / way.ranks + self.prices.moved(4 * way.owned * way.element),
+                "end": self.prices.update(ended, False, _STEP_KERNELS)}
 
     def added(self, size: int) -> float:
         """Seconds in which the host adds so many bytes to a gradient: it reads both and writes the sum."""

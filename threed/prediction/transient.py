@@ -8,6 +8,7 @@ piece of model.fused, or a norm, is one kernel.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -82,7 +83,18 @@ def temporaries_of(plan: Plan) -> Callable[[Instruction], int]:
                [table.units[unit].makes for unit in run])
         bytes_of.update(zip(map(_what, items), _measured(key, config, table, run, items), strict=True))
         first += length
-    return lambda instruction: bytes_of.get(_what(instruction), 0)
+    return lambda instruction: (_of_part(instruction, table) if instruction.part else
+                                bytes_of.get(_what(instruction), 0))
+
+
+def _of_part(item: Instruction, table: Table) -> int:
+    """Of a part of a step that turns matrices: `begin` packs what it has made; a turn has three squares, and
+    a matrix beside the one that it began with."""
+    way = table.parameters[item.unit].turning
+    assert way is not None, item
+    turn = max(math.prod(each.shape) + 3 * min(each.shape)**2 for each in way.matrices)
+    made = {"begin": table.parameters[item.unit].numel // table.parameters[item.unit].shards, "turn": turn}
+    return made.get(item.part, 0) * way.element
 
 
 def _what(item: Instruction) -> What:
@@ -207,7 +219,7 @@ def working(analysis: Analysis, position: int, transient: Callable[[Instruction]
     """Bytes of activations and temporaries of a position at each instruction of a program."""
     held = analysis.memory(position, name).total(*activations(analysis.table))
     forms = analysis.links_at(name, position).forms
-    temporaries = {form: transient(form.item) if form.item.op in COMPUTE else 0
+    temporaries = {form: transient(form.item) if form.item.op in COMPUTE or form.item.part else 0
                    for form in dict.fromkeys(forms)}
     return [size + temporaries[form] for size, form in zip(held, forms, strict=True)]
 

@@ -19,7 +19,7 @@ from threed.base.mesh import GROUPS
 from threed.program.analysis import Analysis
 from threed.program.effects import Effects
 from threed.program.forms import Form
-from threed.program.instruction import BACKWARDS, Instruction, Op, Slot, SlotKind
+from threed.program.instruction import BACKWARDS, WORDS, Instruction, Op, Slot, SlotKind
 from threed.program.link import Links, Program
 from threed.program.names import (
     APPLIES_WAITING,
@@ -184,13 +184,16 @@ def _places(links: Links, op: Op) -> list[int]:
 
 
 def _check_steps(name: str, programs: Sequence[Program], position: int, table: Table, links: Links) -> None:
-    """STEP runs once for each gradient that this program applies: of this step, or of the one before."""
+    """STEP runs once for each gradient that this program applies, of this step or of the one before; in its
+    three parts where matrices are turned."""
     waiting = {slot.unit for slot in table.waiting(position)}
-    asked = [(unit, "prev") for unit in waiting if name in APPLIES_WAITING]
+    asked = [(unit, "prev", "") for unit in waiting if name in APPLIES_WAITING]
     if name not in (VERIFY, SETTLE):
-        asked += [(unit, "") for unit in table.stepped(position)
-                  if unit not in waiting or name not in LEAVES_WAITING]
-    steps = [(item.unit, item.age) for item in map(programs[position].__getitem__, _places(links, Op.STEP))]
+        asked += [(unit, "", part) for unit in table.stepped(position)
+                  if unit not in waiting or name not in LEAVES_WAITING
+                  for part in (WORDS["part"][1:] if table.parameters[unit].turning else ("",))]
+    steps = [(item.unit, item.age, item.part)
+             for item in map(programs[position].__getitem__, _places(links, Op.STEP))]
     if sorted(steps) != sorted(asked):
         raise PlanError(describe(name, programs, position, len(programs[position]) - 1,
                                  f"STEP runs for {_named(steps)}, but must run for {_named(asked)}"))
@@ -206,8 +209,8 @@ def _check_snapshot(name: str, programs: Sequence[Program], position: int, table
                                  f"copies units {copied}, but must copy {asked}"))
 
 
-def _named(steps: Sequence[tuple[int, str]]) -> str:
-    return ", ".join(f"p{unit} {age}".rstrip() for unit, age in steps) or "nothing"
+def _named(steps: Sequence[tuple[int, str, str]]) -> str:
+    return ", ".join(" ".join(filter(None, (f"p{unit}", *words))) for unit, *words in steps) or "nothing"
 
 
 def _check_copies(name: str, programs: Sequence[Program], position: int, table: Table, links: Links) -> None:

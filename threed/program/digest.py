@@ -33,6 +33,7 @@ SINCE = (Since("Table", "logits", None), Since("Table", "trains", True),
          Since("ZeroSettings", "streams", False), Since("UpdateSettings", "overlap", False),
          Since("ParameterUnit", "trains", True), Since("ParameterUnit", "fold", ""),
          Since("ParameterUnit", "optimizer", ""), Since("ParameterUnit", "dtype", ""),
+         Since("ParameterUnit", "turning", None),
          Since("ComputeUnit", "exchanged", {}))
 
 
@@ -41,7 +42,8 @@ class _Formats(dict[tuple[Any, ...], str]):
     micro-batch."""
 
     def __missing__(self, rest: tuple[Any, ...]) -> str:
-        fields = [json.dumps(field).replace("%", "%%") for field in rest]
+        told = rest if rest[-1] else rest[:-1]  # (`part`, which came after format 1)
+        fields = [json.dumps(field).replace("%", "%%") for field in told]
         fields.insert(MICROBATCH_AT, "%d")
         self[rest] = text = f"[{', '.join(fields)}]"
         return text

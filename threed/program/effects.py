@@ -20,6 +20,7 @@ from threed.program.entries import MadeTensor, ReadTensor, gradient_of
 from threed.program.instruction import PARTS, SENT, WHOLES, WORDS, Instruction, Op, Slot, SlotKind, Tier
 from threed.program.table import Table
 from threed.program.trips import comes_again, trip_of
+from threed.program.turning import arrival_of, part_of
 
 
 class Effects(NamedTuple):
@@ -61,12 +62,12 @@ class Effects(NamedTuple):
 def effects(instruction: Instruction, table: Table, position: int) -> Effects:
     """Effects of one instruction of a position's program. Raises KeyError where the instruction names
     something that does not exist."""
-    if (instruction.keep, instruction.gradients, instruction.age) not in _WORDS:
+    if (instruction.keep, instruction.gradients, instruction.age, instruction.part) not in _WORDS:
         raise KeyError(f"{instruction}: the words that a field may hold are {WORDS}")
     return _EFFECTS[instruction.op](instruction, table, position)  # its KeyError names the instruction
 
 
-_WORDS = frozenset(product(*(WORDS[field] for field in ("keep", "gradients", "age"))))
+_WORDS = frozenset(product(*(WORDS[field] for field in ("keep", "gradients", "age", "part"))))
 
 
 # ---- forward and backward
@@ -273,19 +274,36 @@ def _step(item: Instruction, table: Table, position: int) -> Effects:
         raise KeyError(f"p{unit} is frozen")
     if item.age and not (table.update.overlap and table.shards.away(unit)):
         raise KeyError(f"{item}: no gradient of p{unit} waits for the next step")
-    weight, state = table.shards.weight(unit), table.shards.state(unit)
+    weight, state, snapshot = table.shards.weight(unit), table.shards.state(unit), tuple[Slot, ...]()
     tier = Tier.HOST if table.shards.away(unit) else Tier.DEVICE
     gradient = (Slot(SlotKind.PREVIOUS_GRAD if item.age else SlotKind.GRAD_SHARD, unit, tier=tier),)
     # The scale of a gradient of the step before is known since the CLIP of that step.
     reads = gradient if item.age else (*gradient, Slot(SlotKind.SCALE))
     if table.update.snapshots and table.saves(position, unit):  # STEP overwrites what the snapshot copies
-        reads = (*reads, Slot(SlotKind.SNAPSHOT, unit, tier=Tier.HOST))
+        snapshot = (Slot(SlotKind.SNAPSHOT, unit, tier=Tier.HOST),)
+    if item.part or table.parameters[unit].turning is not None:
+        return _part(item, table, snapshot)
+    reads += snapshot
     if state.tier == Tier.DEVICE:
         return Effects("compute", reads, updates=(weight, state), frees=gradient)
     host_state, host_weight = state.on(Tier.HOST), weight.on(Tier.HOST)
     if weight == host_weight:
         return Effects("host", reads, updates=(weight, host_state), frees=gradient)
     return Effects("host", reads, (host_weight,), updates=(host_state,), frees=gradient)
+
+
+def _part(item: Instruction, table: Table, snapshot: tuple[Slot, ...]) -> Effects:
+    used, made, steps = part_of(item, table)
+    updates = (table.shards.weight(item.unit), table.shards.state(item.unit)) if steps else ()
+    return Effects("compute", (used, Slot(SlotKind.SCALE), *(snapshot if steps else ())), made,
+                   updates=updates, frees=(used,))
+
+
+def _exchange(item: Instruction, table: Table, _: int) -> Effects:
+    source, arrives = (item.slot,), arrival_of(item, table)
+    if arrives is None:
+        return _travel(item, table)
+    return Effects(GROUPS[item.group].lane, source, (arrives,), frees=source, groups=(item.group,))
 
 
 # ---- moves between forms and tiers
@@ -393,7 +411,7 @@ _EFFECTS: dict[Op, Callable[[Instruction, Table, int], Effects]] = {
     Op.GATHER: _gather,
     Op.RELEASE: _release,
     Op.REDUCE: _reduce,
-    Op.EXCHANGE: lambda item, table, _: _travel(item, table),
+    Op.EXCHANGE: _exchange,
     Op.CLIP: _clip,
     Op.STEP: _step,
     **dict.fromkeys((Op.OFFLOAD, Op.FETCH), _move),

@@ -90,6 +90,33 @@ class ComputeUnit:
         return sum(kernel.flops for kernel in self.kernels)
 
 
+class Matrix(NamedTuple):
+    """A matrix of a parameter unit: all of it, whatever a rank has of it."""
+
+    parameter: str  # its name
+    index: int  # of the matrix, among those of its parameter
+    shape: tuple[int, int]
+    owner: int  # the rank that turns it, by its number in the group
+    flops: int  # of its turn
+
+
+@dataclass(frozen=True)
+class Turning:
+    """How the matrices of a parameter unit are turned: each by one rank, its owner."""
+
+    group: str  # the ranks that together have the unit, among which its matrices go to their owners and back
+    ranks: int  # in that group
+    matrices: tuple[Matrix, ...]  # of one group (of experts: those of the ranks with index 0)
+    element: int  # bytes of an element on its way
+    # Elements that all ranks of the group together send: to the owners, and back
+    sent: int
+    returned: int
+    # Elements that a rank owns, as the plan counts them: all units of a position together, as many as the
+    # rank that owns most.
+    owned: int
+    busiest: float  # FLOPs of the owner that has most to do, of all units of a position, over the mean
+
+
 @dataclass(frozen=True)
 class ParameterUnit:
     name: str
@@ -110,6 +137,7 @@ class ParameterUnit:
     optimizer: str = ""  # what steps it, of threed/optim/registry.py; empty: the config's
     fold: str = ""  # the axis of mesh.FOLDS over which its parameters are cut
     dtype: str = ""  # of its weights, as compute reads them; empty: the config's
+    turning: Turning | None = None  # None: it is stepped element by element
 
 
 def gradient_kind(name: str) -> str:

@@ -50,6 +50,7 @@ class Explanation:
     ranks: Sequence[int] = ()  # others that take part
     origin: str | None = None  # the pass that put it in
     exchanges: Mapping[str, int] = field(default_factory=dict)  # all-to-alls inside it, by axis
+    owns: Sequence[str] = ()  # the matrices that the rank turns in it
 
     def document(self) -> dict[str, Any]:
         uses = {what: [{"slot": str(slot), "holds": slot_words(slot.kind, self.table), "tier": str(slot.tier),
@@ -59,7 +60,8 @@ class Explanation:
                 "instruction": self.instruction, "of": self.of, "lane": self.lane, "when": self.when, **uses,
                 "after": self.after, "waits for it": self.waits, "groups": self.groups, "sends": self.sends,
                 "moves": self.moves, "with ranks": self.ranks, "pass": self.origin,
-                **({"exchanges": self.exchanges} if self.exchanges else {})}
+                **({"exchanges": self.exchanges} if self.exchanges else {}),
+                **({"turns": self.owns} if self.owns else {})}
 
 
 def explain(analysis: Analysis, name: str, position: int, index: int) -> Explanation:
@@ -128,6 +130,7 @@ def show(explained: Explanation) -> str:
     lines += [_line("sends", "; ".join(sizes))] if sizes else []
     lines += [_line("moves", "; ".join(moved))] if moved else []
     lines += [_line("with ranks", _some(explained.ranks))] if explained.ranks else []
+    lines += [_line("turns" if at == 0 else "", row) for at, row in enumerate(explained.owns)]
     for what, rows in (("after", explained.after), ("waits for it", explained.waits)):
         lines += [_line(what if at == 0 else "", row) for at, row in enumerate(rows[:SHOWN])]
         lines += [_line("", f"and {len(rows) - SHOWN} more")] if len(rows) > SHOWN else []

@@ -18,7 +18,10 @@ _SLOTS: dict[str, str] = {
     SlotKind.SHARD_SUM: "gradient, summed over a shard group",
     SlotKind.REPLICA_SUM: "gradient, summed over all shard groups",
     SlotKind.GRAD_SHARD: "shard of the gradient", SlotKind.PREVIOUS_GRAD: "gradient of the step before",
-    SlotKind.SNAPSHOT: "copy for the next checkpoint", SlotKind.LOSS: "sum of losses",
+    SlotKind.SNAPSHOT: "copy for the next checkpoint",
+    SlotKind.UPDATE: "shard of what is to be turned", SlotKind.MATRIX: "matrices to turn, of their owner",
+    SlotKind.TURNED: "turned matrices, of their owner", SlotKind.DIRECTION: "direction of the step",
+    SlotKind.LOSS: "sum of losses",
     SlotKind.SCALE: "factor of gradients"}
 # Tensors that the layers of experts hand on (models/layers/experts.py); others have their own name.
 _HANDED = {
@@ -28,7 +31,8 @@ _HANDED = {
     "returned": "answers back at their tokens",
     # and those of attention as two units (models/layers/overlapped.py)
     "queries": "queries", "kv": "keys and values", "allkv": "keys and values of all ranks of cp"}
-_KINDS = {"small": "small ones", "adapters": "adapters", "counted": "biases of the choice of experts"}
+_KINDS = {"small": "small ones", "adapters": "adapters", "counted": "biases of the choice of experts",
+          "plain": "what AdamW steps", "plain_small": "small ones that AdamW steps"}
 
 
 def slot_words(kind: str, table: Table) -> str:

@@ -68,7 +68,7 @@ FIELDS: dict[Op, tuple[str, ...]] = {
     **dict.fromkeys(MESSAGES, ("unit", "microbatch", "kind", "peer")),
     **dict.fromkeys(COLLECTIVES, ("unit", "microbatch", "kind", "group")),
     Op.RELEASE: ("unit", "microbatch", "kind"),
-    Op.STEP: ("unit", "age"),
+    Op.STEP: ("unit", "age", "part"),
     Op.CLIP: ("gradients",),
 }
 # The words that a field may hold.
@@ -76,6 +76,7 @@ WORDS: dict[str, tuple[str, ...]] = {
     "keep": ("all", "input", "none", "logits"),  # logits: none, and the head makes logits in place of a loss
     "gradients": ("step", "wait", "drop", "none"),
     "age": ("", "prev"),
+    "part": ("", "begin", "turn", "end"),
 }
 
 
@@ -128,6 +129,11 @@ class SlotKind(StrEnum):
     GRAD_SHARD = "gshard"  # the gradient, reduced over everything, which CLIP and STEP read
     PREVIOUS_GRAD = "gprev"  # that of the step before, which waits for its STEP (offload.overlap=next)
     SNAPSHOT = "snapshot"  # a copy of what the next checkpoint saves of the unit
+    # of a parameter unit whose matrices are turned
+    UPDATE = "update"  # this rank's shard of what is to be turned
+    MATRIX = "matrix"  # the matrices that this rank owns, whole
+    TURNED = "turned"  # the same, turned
+    DIRECTION = "direction"  # of the step of what this rank updates
     # of a position
     LOSS = "loss"  # the sum of losses
     SCALE = "scale"  # the factor by which STEP multiplies gradients, which CLIP computes
@@ -139,7 +145,10 @@ SENT = SlotKind.ACT, SlotKind.GRAD  # by positions to each other
 PARTS: dict[str, str] = {SlotKind.KEPT: SlotKind.KEPT_PART, SlotKind.ACT: SlotKind.ACT_PART,
                          SlotKind.GRAD: SlotKind.GRAD_PART}
 WHOLES = {part: kind for kind, part in PARTS.items()}
+# What EXCHANGE takes to the owners of matrices, or back -> what arrives
+TO_OWNERS: dict[str, str] = {SlotKind.UPDATE: SlotKind.MATRIX, SlotKind.TURNED: SlotKind.DIRECTION}
 PARAMETER_KINDS: frozenset[str] = frozenset({
+    *TO_OWNERS, *TO_OWNERS.values(),
     SlotKind.PARAM, SlotKind.PARAM_SHARD, SlotKind.STATE, SlotKind.WEIGHT_GRAD, SlotKind.TP_SUM,
     SlotKind.SHARD_SUM, SlotKind.REPLICA_SUM, SlotKind.GRAD_SHARD, SlotKind.PREVIOUS_GRAD, SlotKind.SNAPSHOT})
 
@@ -188,11 +197,14 @@ class Instruction(NamedTuple):
     # CLIP: STEP applies the gradients, they wait for the next step, they are dropped, or there are none.
     gradients: str = "step"
     age: str = ""  # prev: STEP applies gradients of the step before, OFFLOAD of a snapshot copies them too
+    part: str = ""  # STEP of a unit whose matrices are turned: which of the three parts of its step
 
     @property
     def of_slot(self) -> bool:
-        """Of COLLECTIVES and RELEASE: whether it is about a slot of a micro-batch, not about a parameter
+        """Of COLLECTIVES and RELEASE: whether it is about a slot of a compute unit, not about a parameter
         unit."""
+        if self.op == Op.EXCHANGE and self.kind in TO_OWNERS:
+            return False
         return (self.microbatch >= 0 or bool(self.kind)) and (self.op in COLLECTIVES or self.op == Op.RELEASE)
 
     @property
@@ -219,12 +231,13 @@ class Instruction(NamedTuple):
         if self.op in MOVES:
             return f"{self.op} {self.slot}{' with waiting gradients' if self.age else ''}"
         parts: list[str] = [self.op]
-        if self.of_slot:
+        if self.of_slot or (self.kind and self.op in COLLECTIVES):
             return f"{self.op} {self.slot}{f' ({self.group})' if self.group else ''}"
         if self.unit >= 0:
             parts.append(f"{'u' if self.op in COMPUTE else 'p'}{self.unit}")
         if self.microbatch >= 0:
             parts.append(f"m{self.microbatch}")
+        parts += [self.part] if self.part else []
         parts += [f"({word})" for word in (self.group, self.age) if word]
         parts += [f"{name}={value}" for name, value in (("keep", self.keep), ("gradients", self.gradients))
                   if value != self._field_defaults[name]]

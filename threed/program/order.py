@@ -122,7 +122,7 @@ def _by_allocator(forms: Sequence[Form]) -> Iterator[Pair]:
     pile up, in memory that no plan counts."""
     moves = {form for form in dict.fromkeys(forms)
              if (form.effect.lane in ("d2h", "h2d") and form.item.kind in (SlotKind.KEPT, SlotKind.KEPT_PART))
-             or (form.item.of_slot and form.effect.lane != "compute")}
+             or ((form.item.of_slot or form.item.op == Op.EXCHANGE) and form.effect.lane != "compute")}
     computed = -1  # the latest instruction of the compute lane
     leaving = [-1, -1]  # the last two that take a kept input to the host
     for index, form in enumerate(forms) if moves else ():

@@ -30,7 +30,8 @@ def unit_cost(table: Table) -> Cost:
         if instruction.op in COMPUTE:
             whole = 2.0 if instruction.op == Op.BACKWARD else 1.0
             return whole / counts[table.units[instruction.unit].stage]
-        if instruction.op == Op.EXCHANGE and (made := trip_of(instruction, table).tensor).leaves:
+        if instruction.op == Op.EXCHANGE and instruction.of_slot and (
+                made := trip_of(instruction, table).tensor).leaves:
             return 0.0 if made.ranks == 1 else 1.0 / exchanges[table.units[instruction.unit].stage]
         return 0.0
 
@@ -54,7 +55,7 @@ def grid(analysis: Analysis, name: str = "train", most: int = 160, columns: int 
         for item, start, end in zip(program, when.start[position], when.end[position], strict=True):
             if item.op in COMPUTE:
                 lanes[f"pp{position}"].append((f"{_LETTERS[item.op]}{item.microbatch}", start, end))
-            elif item.op == Op.EXCHANGE and end > start:
+            elif item.op == Op.EXCHANGE and item.of_slot and end > start:
                 letter = "B" if trip_of(item, analysis.table).back else "F"
                 lanes.setdefault(f"  {item.group}", []).append((f"{letter}{item.microbatch}", start, end))
         rows += [(lane, _cells(drawn, analysis.table.pair is not None)) for lane, drawn in lanes.items()]

@@ -12,7 +12,7 @@ from threed.base.mesh import AXES, FOLDS, QUIET
 from threed.base.quantity import ring, show_bytes, show_count
 from threed.base.texttable import render
 from threed.program.analysis import Analysis
-from threed.program.instruction import SENT, WHOLES, Op, Slot, SlotKind, Tier
+from threed.program.instruction import SENT, TO_OWNERS, WHOLES, Op, Slot, SlotKind, Tier
 from threed.program.link import Memory
 from threed.program.seam import seam_of
 from threed.program.table import Table
@@ -20,9 +20,12 @@ from threed.program.traffic import moved_by, sent_by
 
 
 def activations(table: Table) -> tuple[str, ...]:
-    """Kinds of slots that hold activations and their gradients."""
+    """Kinds of slots that hold activations and their gradients, and matrices on their way; none of them
+    outlives the step."""
     kinds = (*SENT, SlotKind.SAVED, SlotKind.KEPT, *WHOLES, SlotKind.OPERANDS, *table.handed)
-    return (*kinds, SlotKind.LOGITS) if table.logits else kinds
+    kinds += (SlotKind.LOGITS,) if table.logits else ()
+    turns = any(unit.turning is not None for unit in table.parameters.values())
+    return (*kinds, *TO_OWNERS, *TO_OWNERS.values()) if turns else kinds
 
 
 @dataclass(frozen=True)

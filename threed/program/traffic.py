@@ -25,6 +25,11 @@ def sent_by(table: Table, instruction: Instruction) -> dict[str, int]:
         return {GROUPS["pp"].counts: table.size(instruction.slot)}
     if instruction.of_slot and op != Op.RELEASE:
         return {GROUPS[instruction.group].counts: _of_slot(table, instruction)}
+    if op == Op.EXCHANGE:  # the mean over the ranks of the group
+        way = table.parameters[unit].turning
+        assert way is not None, instruction
+        elements = way.sent if instruction.kind == SlotKind.UPDATE else way.returned
+        return {GROUPS[instruction.group].counts: round(elements * way.element / way.ranks)}
     if op == Op.GATHER:
         held, element = table.parameters[unit], table.shards.param_bytes(unit)
         return {GROUPS[instruction.group].counts: ring(held.numel * element, held.shards)}

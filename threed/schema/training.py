@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -16,12 +17,40 @@ def _betas(value: list[float]) -> Iterator[str]:
         yield f"={value}: must be two numbers in [0, 1)"
 
 
+def _turns(value: int) -> Iterator[str]:
+    if value > 20:
+        yield f"={value}: must be at most 20; 5 bring singular values to about 1"
+
+
+def _coefficients(value: list[float]) -> Iterator[str]:
+    if len(value) != 3 or not all(map(math.isfinite, value)):
+        yield f"={value}: must be three numbers a, b and c of a X + b X X^T X + c (X X^T)^2 X"
+
+
 @dataclass
 class OptimizerConfig:
     name: str = key("adamw", choices=OPTIMIZERS)
     lr: float = key(3e-4, "learning rate after warm-up", least=0)
     betas: list[float] = key([0.9, 0.95], "of adamw and lion", check=_betas)
     eps: float = key(1e-8, "of adamw", least=0)
+    momentum: float = key(0.95, "of muon and polar, as those below", least=0, below=1)
+    nesterov: bool = key(True, "what is turned is a mean of the gradient and its moment")
+    matrices: str = key("projections", "what is turned as one", choices={
+        "projections": "queries, keys and values apart, gate and up apart, each expert apart",
+        "heads": "each head of queries, keys and values apart, too"})
+    turns: int = key(5, "iterations of Newton and Schulz, of muon", least=1, check=_turns)
+    turn_coefficients: list[float] = key([3.4445, -4.7750, 2.0315], "of muon's iteration",
+                                         check=_coefficients)
+    # (Squares of numbers below 1e-19 are 0 in fp32: a smaller least norm would not bound what it divides.)
+    turn_eps: float = key(1e-15, "the least norm by which muon divides a matrix", above=0)
+    turn_scale: str = key("match_rms_adamw", "of the learning rate, for a matrix of m x n", choices={
+        "match_rms_adamw": "0.2 sqrt(max(m, n)): updates as large as AdamW's",
+        "original": "sqrt(max(1, m / n))"})
+    turn_dtype: str = key("bf16", "in which matrices travel and are turned", choices=("bf16", "fp32"))
+    adamw_lr: float | None = key(None, "learning rate, after warm-up, of what adamw steps beside muon or "
+                                 "polar; it follows the same schedule; null: lr", least=0)
+    adamw_weight_decay: float | None = key(None, "of what adamw steps beside muon or polar; null: "
+                                           "weight_decay", least=0)
     weight_decay: float = key(0.1, "not on biases, norms and other 1-D parameters", least=0)
     clip_grad: float = key(1.0, "global gradient norm; 0 is off", least=0)
     balance_rate: float = key(1e-3, "by how much a bias of model.balance=bias moves in a step", least=0)

@@ -13,7 +13,7 @@ use the shape `stored`, in which a dim of several runs is two dims: then every r
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -49,6 +49,17 @@ class Rows(NamedTuple):
     def count(self, rows: int) -> int:
         """How many they are, of all rows."""
         return rows // self.runs * (self.stop - self.first)
+
+    def cells(self, rows: int) -> Iterator[tuple[int, int]]:
+        """(first, stop) of those of each cell, of all rows."""
+        size = self.size or rows // self.runs
+        for cell in range(0, rows, self.runs * size):
+            yield cell + self.first * size, cell + self.stop * size
+
+
+def each_of(count: int) -> tuple[Rows, ...]:
+    """All rows of a matrix, as so many equal runs apart."""
+    return tuple(Rows(run, run + 1, count) for run in range(count))
 
 
 class Tile(NamedTuple):
@@ -90,6 +101,11 @@ class Parameter:
     # by the rule `balance` (threed/optim), and is not in the gradient norm.
     counted: float = 0.0
     used: tuple[int, int] = (1, 1)  # (n, of m) equal parts of it that compute a token
+    # Its matrices, which an optimizer of matrices turns: each some of its rows (all dims of `stored` but the
+    # last are rows), and together all of them. None: it is stepped element by element. `heads`: the same,
+    # where each head is a matrix; none: as `matrices`.
+    matrices: tuple[Rows, ...] = ()
+    heads: tuple[Rows, ...] = ()
     # seed -> all initial values, in fp32; None: as `std`, `uniform` and `fill` say.
     init: Callable[[int], Any] | None = field(default=None, compare=False, repr=False)
 

@@ -42,7 +42,7 @@ from threed.monitor.banner import LONG_S, predicted_s, size_line, step_line
 from threed.monitor.log import CLOSE_S, FAILED_S, Log
 from threed.monitor.state import FAILED
 from threed.optim import native
-from threed.optim.registry import OPTIMIZERS
+from threed.optim.registry import elementwise, optimizer_called
 from threed.planner import Pipeline, analyse, make_mesh, make_pipeline
 from threed.planner.auto import choices, chosen_for, with_choices
 from threed.planner.from_config import config_of, save_config
@@ -262,7 +262,8 @@ def _difference(rank: int, mine: tuple[Any, ...], first: tuple[Any, ...]) -> str
 def _steps_on_host(config: Config, device: torch.device) -> bool:
     """Whether the run uses AdamW over fp32 weights in host memory, which native.c computes."""
     on_host = device.type == "cpu" or config.offload.optimizer != "none"
-    return on_host and OPTIMIZERS[config.optimizer.name].compiled and config.precision.master == "fp32"
+    optimizer = optimizer_called(elementwise(config.optimizer.name))
+    return on_host and optimizer.compiled and config.precision.master == "fp32"
 
 
 def _without_compiler(config: Config, device: torch.device) -> list[str]:

@@ -12,11 +12,12 @@ from typing import Any
 from threed.base.errors import InputError
 from threed.base.quantity import whole_number
 from threed.config.keys.deepspeed_experts import KEYS as OF_EXPERTS
+from threed.config.keys.deepspeed_muon import KEYS as OF_MUON
 from threed.config.keys.table import NO_KEY, NOTHING, Dropped, Framework, Given, Key, Refused, where
 
 CLIPS_SINCE = (0, 19, 3)  # the version from which an absent gradient_clipping means 1.0 instead of 0
 _NAMES = {"adam": "adamw", "adamw": "adamw", "fusedadam": "adamw", "cpuadam": "adamw", "lion": "lion",
-          "sgd": "sgd"}
+          "sgd": "sgd", "muon": "muon"}
 _SHAPES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 _DTYPES = {"fp32": "fp32", "float32": "fp32", "torch.float32": "fp32", "fp16": "fp16", "float16": "fp16",
            "torch.float16": "fp16", "bf16": "bf16", "bfloat16": "bf16", "torch.bfloat16": "bf16"}
@@ -79,11 +80,11 @@ def _batches(_: Any, given: Given) -> dict[str, Any]:
             "parallel.dp": dp}
 
 
-def _optimizer(value: Any, given: Given) -> str:
+def _optimizer(value: Any, given: Given) -> Any:
     name = _NAMES.get(str(value).lower())
     if name is None:
-        raise Refused(f"threed has adamw, lion and sgd, and no {value}")
-    return name
+        raise Refused(f"threed has adamw, lion, muon and sgd, and no {value}")
+    return {"optimizer.name": name, "optimizer.turn_scale": "original"} if name == "muon" else name
 
 
 def _corrected(value: Any, _: Given) -> Any:
@@ -223,12 +224,12 @@ ROWS = (
         "train.global_batch_size (micro-batches are it / (train.micro_batch_size x parallel.dp))", _batches),
     # Optimizer and schedule
     Key("optimizer.type",
-        "optimizer.name (adamw, lion or sgd; DeepSpeed's Adam is AdamW by default)", _optimizer),
+        "optimizer.name (adamw, lion, muon or sgd; DeepSpeed's Adam is AdamW by default)", _optimizer),
     Key("optimizer.params.lr", "optimizer.lr", _lr),
     Key("optimizer.params.betas", "optimizer.betas"),
     Key("optimizer.params.eps", "optimizer.eps"),
     Key("optimizer.params.weight_decay", f"optimizer.weight_decay ({_HERE})"),
-    Key("optimizer.params.momentum", NOTHING + "threed's sgd has no momentum"),
+    *OF_MUON,
     Key("optimizer.params.adam_w_mode",
         "optimizer.name (adamw, whose weight decay is decoupled)", _decoupled),
     *(Key(f"optimizer.params.{name}", NO_KEY + "adamw is torch's fused kernel, or native.c on the host")

@@ -11,6 +11,8 @@ from typing import Any
 from threed.config.keys import megatron_values as take
 from threed.config.keys.megatron_experts import KEYS as OF_EXPERTS
 from threed.config.keys.megatron_experts import biases, defaults_of_experts, gate
+from threed.config.keys.megatron_muon import KEYS as OF_MUON
+from threed.config.keys.megatron_muon import defaults_of_muon
 from threed.config.keys.megatron_rest import WITHOUT_VALUE
 from threed.config.keys.table import NO_KEY, NOTHING, Framework, Given, Key
 
@@ -181,7 +183,7 @@ ROWS = (
     Key("activations_checkpoint_method", "activation.policy", take.older_recompute),
     Key("activations_checkpoint_granularity", "activation.policy", take.recompute),
     Key("activations_checkpoint_num_layers", NO_KEY + "activation.every, or parallel.layers_per_unit"),
-    *OF_EXPERTS, *WITHOUT_VALUE,
+    *OF_EXPERTS, *OF_MUON, *WITHOUT_VALUE,
 )
 
 
@@ -212,7 +214,7 @@ def defaults(given: Given) -> dict[str, Any]:
         values |= {"initial_loss_scale": 2.0**32}
         if "accumulate_allreduce_grads_in_fp32" not in given:
             values |= {"main_grads_dtype": "fp16"}
-    values |= defaults_of_experts(given)
+    values |= defaults_of_experts(given) | defaults_of_muon(given)
     if given.get("optimizer") == "sgd":
         values["sgd_momentum"] = 0.9
     if given.get("optimizer") == "lion":

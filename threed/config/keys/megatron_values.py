@@ -6,13 +6,14 @@ from math import prod
 from typing import Any
 
 from threed.base.errors import InputError
+from threed.config.keys.megatron_muon import NAMES
 from threed.config.keys.table import Dropped, Given, Refused
 
 DOCUMENTS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
 RANKS = (("nproc_per_node", "nnodes"), ("num_gpus", "num_nodes"), ("num_processes", ""), ("world_size", ""))
 GPT2_VOCABULARY = 50257
 SHAPES = {"constant": "constant", "linear": "linear", "cosine": "cosine", "WSD": "wsd"}
-OPTIMIZERS = {"adam": "adamw", "sgd": "sgd", "lion": "lion"}
+OPTIMIZERS = {"adam": "adamw", "sgd": "sgd", "lion": "lion", **NAMES}
 NORMS = {"LayerNorm": "layernorm", "layernorm": "layernorm", "RMSNorm": "rmsnorm", "rmsnorm": "rmsnorm"}
 POSITIONS = {"learned_absolute": "learned", "rope": "rotary", "rotary": "rotary"}
 DTYPES = {**dict.fromkeys(("fp32", "32", "float32", "float"), "fp32"),
@@ -150,7 +151,8 @@ def units_of_stages(value: Any, _: Given) -> Any:
 
 def betas(names: tuple[str, str], optimizer: str):
     def take(_: Any, given: Given) -> list[float]:
-        if given.get("optimizer", "adam") != optimizer:
+        asked = given.get("optimizer", "adam")
+        if ("adam" if asked in NAMES else asked) != optimizer:  # (Adam steps what Muon does not)
             raise Dropped(f"--optimizer is not {optimizer}")
         return [given[name] for name in names]
 

@@ -105,15 +105,15 @@ def _away(table: Table, position: int) -> list[int]:
 
 def _split(program: Program, table: Table, away: Collection[int]) -> tuple[Program, Program]:
     """The program up to CLIP, with an OFFLOAD of each reduced part of a gradient that does not stay on the
-    device; and the STEPs of units whose state is there."""
+    device; and the updates of units whose state is there."""
+    end = 1 + next(index for index, item in enumerate(program) if item.op == Op.CLIP)
     out: Program = []
-    for item in program:
-        if item.op != Op.STEP:
-            out.append(item)
+    for item in program[:end]:
+        out.append(item)
         if item.op == Op.REDUCE and not item.of_slot and table.shards.streams(item.unit):
             if item.group == table.shards.reductions(item.unit)[-1].group:
                 out.append(Instruction(Op.OFFLOAD, item.unit, kind=SlotKind.GRAD_SHARD))
-    return out, [item for item in program if item.op == Op.STEP and item.unit not in away]
+    return out, [item for item in program[end:] if item.unit not in away]
 
 
 def _turns(away: Sequence[int], table: Table, age: str) -> list[Program]:

@@ -20,6 +20,7 @@ from collections import defaultdict
 from typing import NamedTuple
 
 from threed.base.mesh import GROUPS
+from threed.features.zero.steps import steps
 from threed.program.entries import Reduction
 from threed.program.forms import Forms
 from threed.program.instruction import Instruction, Op, Programs, SlotKind, insert
@@ -73,8 +74,7 @@ def train(programs: Programs, table: Table) -> Programs:
         out = _gather(out, table, position)
         out += late
         out.append(Instruction(Op.CLIP))
-        out += [Instruction(Op.STEP, unit) for unit in table.stepped(position)]
-        result.append(out)
+        result.append([*out, *steps(table, position)])
     return result
 
 

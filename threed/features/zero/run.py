@@ -16,12 +16,13 @@ from threed.devices import device_of
 from threed.features.zero.clip import Clipped, Limits
 from threed.features.zero.part import UnitPart
 from threed.features.zero.shard import counts
+from threed.features.zero.turns import MatrixRun
 from threed.features.zero.units import UnitState
 from threed.features.zero.updates import Due, UpdateCount
 from threed.models.tiling import share_of
 from threed.optim import step as optimizer
 from threed.optim.base import OnDevice, Update, View
-from threed.optim.registry import RULES, optimizer_called
+from threed.optim.registry import BESIDE, RULES, optimizer_called
 from threed.program.buffers import Buffers
 from threed.program.instruction import Instruction, Op, Slot, SlotKind, Tier
 from threed.program.names import ENTER, TRAIN
@@ -55,11 +56,12 @@ class ZeroRun(UpdateCount):
         self.update_differences: list[tuple[int, torch.Tensor]] | None = None
         # Whether this rank adds the loss, which all ranks have that share a layer's parameters, to the sum.
         self._speaks = comm.here.is_first(axes_of("parameters"))
+        self.matrices = MatrixRun(config, comm, states)
         self._staging = torch.zeros(buffers.staging, dtype=torch.uint8, device=comm.device)
 
     def handlers(self) -> dict[Op, Callable[[Instruction, Slots], Job | None]]:
         return {Op.GATHER: self.gather, Op.RELEASE: self.release, Op.REDUCE: self.reduce, Op.CLIP: self.clip,
-                Op.STEP: self.step}
+                Op.STEP: self.step, Op.EXCHANGE: self.matrices.exchange}
 
     def program(self) -> str:
         """The name of the next step's program."""
@@ -176,6 +178,9 @@ class ZeroRun(UpdateCount):
     @torch.no_grad()
     def step(self, instruction: Instruction, slots: Slots) -> Job | None:
         state = self.states[instruction.unit]
+        if instruction.part:
+            due = self.due(slots.get(Slot(SlotKind.SCALE)))
+            return self.matrices.step(instruction, slots, due, self.update_differences)
         gradient = state.gradient.step()
         if instruction.age == "prev":
             assert self.waiting is not None
@@ -195,8 +200,18 @@ class ZeroRun(UpdateCount):
 
     def _rule(self, part: UnitPart) -> OptimizerConfig:
         """The optimizer of a unit."""
+        config, own = self.config.optimizer, part.unit.optimizer
+        if not own:
+            return config
+        decay = config.adamw_weight_decay if own == BESIDE else None
+        return replace(config, name=own, weight_decay=config.weight_decay if decay is None else decay)
+
+    def _rate_of(self, part: UnitPart) -> float:
+        """By what the learning rate is multiplied for a unit."""
         config = self.config.optimizer
-        return replace(config, name=part.unit.optimizer) if part.unit.optimizer else config
+        if part.unit.optimizer != BESIDE or config.adamw_lr is None:
+            return 1.0
+        return config.adamw_lr / config.lr
 
     def _ranges(self, state: UnitState, gradient: torch.Tensor,
                 out: torch.Tensor | None = None) -> list[_Range]:
@@ -211,10 +226,14 @@ class ZeroRun(UpdateCount):
         """Step ranges of a unit. `due`: None where the device has the numbers."""
         mean = part.layout.placed[0].parameter.counted * self.config.tokens_per_step
         threads = self.host_threads if part.unit.state_home != Tier.DEVICE else 0
-        lr, number, scale = ((due.lr, due.update, due.clipped.scale) if due is not None
+        times = self._rate_of(part)
+        lr, number, scale = ((due.lr * times, due.update, due.clipped.scale) if due is not None
                              else (math.nan, 0, math.nan))
-        by = {decay: Update(self._rule(part), lr, number, decay, scale, mean, threads,
-                            self.on_device if due is None else None) for decay in (False, True)}
+        on_device = self.on_device if due is None else None
+        if on_device is not None and times != 1.0:
+            on_device = on_device._replace(lr=on_device.lr * times)
+        by = {decay: Update(self._rule(part), lr, number, decay, scale, mean, threads, on_device)
+              for decay in (False, True)}
         steps = [optimizer.RangeStep(by[each.decay], each.view, each.copy) for each in ranges]
         if self.update_differences is None:
             optimizer.step_all(steps)

@@ -23,7 +23,6 @@ from threed.base.files import sync
 from threed.base.mesh import AXES
 from threed.base.progress import Progress
 from threed.base.quantity import show_bytes
-from threed.checkpoint.boxes import Box
 from threed.checkpoint.choose import beyond
 from threed.checkpoint.format import checkpoints, file_name, folder, is_name, name_of
 from threed.checkpoint.lineage import Lineage, write_latest
@@ -34,6 +33,7 @@ from threed.config import load as configs
 from threed.data.run_tokenizer import tokenizer_digest
 from threed.data.tokenizer import load
 from threed.data.tokenizer_files import CONFIG
+from threed.features.zero.boxes import Box
 from threed.interop.hf import lacks, rotary
 from threed.interop.hf import sidecar as kept
 from threed.interop.hf.adapters import without

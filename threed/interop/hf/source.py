@@ -15,13 +15,13 @@ import torch
 
 from threed.base.errors import InputError
 from threed.checkpoint.box_reader import BoxReader
-from threed.checkpoint.boxes import Box
 from threed.checkpoint.format import MANIFEST, Unusable, checkpoints, folder, is_name
 from threed.checkpoint.lineage import read_latest
 from threed.checkpoint.manifest import unseal
 from threed.checkpoint.proof import MASK, checksum
 from threed.config import load as configs
 from threed.data.run_tokenizer import kept_for
+from threed.features.zero.boxes import Box
 from threed.interop.hf import sidecar as kept
 from threed.interop.hf.places import located
 from threed.interop.hf.slices import blocks

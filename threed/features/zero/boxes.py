@@ -1,4 +1,5 @@
-"""Boxes: what a checkpoint consists of. A box is a rectangle of a global parameter, whatever file holds it.
+"""Boxes: rectangles of global parameters, of which checkpoints consist, whatever file holds them; and from
+which matrices are put together that an optimizer turns.
 
 A rank owns a flat range of its part of a parameter. A range of a row-major array of n dims consists of at
 most 2n - 1 rectangles, each contiguous in the buffer. The offset of the rank's part is added, so boxes have

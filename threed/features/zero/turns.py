@@ -1,0 +1,209 @@
+"""Turns: the step of a parameter unit whose matrices are turned, each by one rank.
+
+    begin   update the moment of what this rank owns; pack the pieces of its shard, by the owners of their
+            matrices
+    turn    put each matrix together from what has come, turn it; pack the pieces of what each rank updates
+    end     step what this rank updates, piece by piece, as they have come
+
+What is packed is one flat tensor in optimizer.turn_dtype, of which EXCHANGE gives each rank a range.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+
+from threed.comm.group import Comm, Group
+from threed.comm.lanes import Job
+from threed.devices import device_of
+from threed.features.zero.matrices import Member, Piece, UnitMatrices, members
+from threed.features.zero.units import UnitState
+from threed.features.zero.updates import Due
+from threed.optim import step as optimizer
+from threed.optim.base import Update, View
+from threed.program.entries import Turning
+from threed.program.instruction import TO_OWNERS, Instruction, Slot, SlotKind
+from threed.program.slots import Slots
+from threed.schema import Config
+from threed.tensor.precision import DTYPES
+
+Differences = list[tuple[int, torch.Tensor]]  # unit, elements in which two computations of its update differ
+Twice = Callable[[torch.Tensor], None]  # is told in how many elements two computations differ
+
+
+class _Way(NamedTuple):
+    """What one EXCHANGE gives to each rank of the group, and takes of each."""
+
+    gives: list[list[Piece]]
+    takes: list[list[Piece]]
+
+
+class MatrixRun:
+    """The handlers of EXCHANGE of matrices, and of the parts of STEP."""
+
+    def __init__(self, config: Config, comm: Comm, states: Mapping[int, UnitState]):
+        self.config, self.comm, self.states = config, comm, states
+        self._turns: dict[int, Turns] = {}  # by unit
+
+    def exchange(self, instruction: Instruction, slots: Slots) -> Job:
+        """Matrices go to their owners, or back."""
+        came, job = self.of(instruction.unit).exchange(instruction.kind, slots.get(instruction.slot))
+        slots.put(Slot(TO_OWNERS[instruction.kind], instruction.unit), came)
+        return job
+
+    def step(self, instruction: Instruction, slots: Slots, due: Due, differences: Differences | None) -> None:
+        """A part of a unit's step. A step that is skipped changes nothing, and what travels are zeros.
+        `differences`: of a step that is verified, to which is added."""
+        unit, turns, config = instruction.unit, self.of(instruction.unit), self.config.optimizer
+        taken = due.clipped.finite
+        twice = None if differences is None else lambda count: differences.append((unit, count))
+
+        def by(decay: bool) -> Update:
+            return Update(config, due.lr, due.update, decay, due.clipped.scale)
+
+        if instruction.part == "begin":
+            gradient = turns.state.gradient.step()
+            update = turns.begin(by, gradient, config.turn_dtype, taken, twice)
+            slots.put(Slot(SlotKind.UPDATE, unit), update)
+        elif instruction.part == "turn":
+            turned = turns.turn(by(True), slots.get(Slot(SlotKind.MATRIX, unit)), taken, twice)
+            slots.put(Slot(SlotKind.TURNED, unit), turned)
+        elif taken:
+            turns.end(by, slots.get(Slot(SlotKind.DIRECTION, unit)), twice)
+
+    def of(self, unit: int) -> Turns:
+        if unit not in self._turns:
+            state, comm = self.states[unit], self.comm
+            assert state.part.unit.turning is not None
+            group = state.part.unit.turning.group
+            ranks = members(comm.mesh, group, state.part.unit.shard_group, comm.rank)
+            heads = self.config.optimizer.matrices == "heads"
+            self._turns[unit] = Turns(state, comm.groups[group], ranks, heads)
+        return self._turns[unit]
+
+
+class Turns:
+    """The matrices of one unit on one rank."""
+
+    def __init__(self, state: UnitState, group: Group, members: Sequence[Member], heads: bool):
+        assert state.part.unit.turning is not None
+        self.state, self.part, self.group, self.members = state, state.part, group, members
+        self.how: Turning = state.part.unit.turning
+        self.all = UnitMatrices(self.part.layout, members[group.rank()].place, heads)
+
+    # ---- who has what
+
+    @cached_property
+    def to_owners(self) -> _Way:
+        return self._way(self.all.sends, there=True)
+
+    @cached_property
+    def back(self) -> _Way:
+        return self._way(lambda member: self.all.owned(member, self.part.sharded), there=False)
+
+    def _way(self, has: Callable[[Member], list[Piece]], there: bool) -> _Way:
+        mine: list[list[Piece]] = [[] for _ in self.members]
+        for piece in has(self.members[self.group.rank()]):
+            mine[self.how.matrices[piece.matrix].owner].append(piece)
+        of_others = [[piece for piece in has(member)
+                      if self.how.matrices[piece.matrix].owner == self.group.rank()]
+                     for member in self.members]
+        return _Way(mine, of_others) if there else _Way(of_others, mine)
+
+    # ---- the parts of a step
+
+    def begin(self, by: Callable[[bool], Update], gradient: torch.Tensor, dtype: str, taken: bool,
+              twice: Twice | None) -> torch.Tensor:
+        """Update the state, if the step is `taken`. Returns what goes to the owners. `by`: the numbers of
+        ranges with weight decay, and without."""
+        part, state = self.part, self.state.optimizer_state
+        first, stop = part.shard
+        made = torch.zeros(stop - first, dtype=DTYPES[dtype], device=gradient.device)
+        for segment in part.segments() if taken else ():
+            view = View(part.range(state.master, segment), part.range(gradient, segment),
+                        {name: part.range(each, segment) for name, each in state.buffers.items()})
+            inside = first <= segment.start < stop
+            out = (made[segment.start - first:segment.stop - first] if inside
+                   else made.new_empty(segment.stop - segment.start))
+            again, other = (optimizer.copied(view), out.clone()) if twice is not None else (view, out)
+            optimizer.begin(by(segment.decay), view, out)
+            if twice is not None:
+                optimizer.begin(by(segment.decay), again, other)
+                twice(optimizer.differing([(out, other), *_pairs(view, again)]))
+        return _packed([made[piece.start - first:piece.stop - first]
+                        for piece in _each(self.to_owners.gives)], made)
+
+    def turn(self, by: Update, came: torch.Tensor, taken: bool, twice: Twice | None) -> torch.Tensor:
+        """Turn the matrices that this rank owns. Returns what goes back."""
+        rank = self.group.rank()
+        whole = {number: came.new_empty(each.shape) for number, each in enumerate(self.how.matrices)
+                 if each.owner == rank}
+        takes = self.to_owners.takes
+        for piece, values in zip(_each(takes), _split(came, takes), strict=True):
+            _inside(whole[piece.matrix], piece).copy_(values.view(piece.shape))
+        if taken:
+            for number, matrix in whole.items():
+                again = matrix.clone() if twice is not None else matrix
+                turned = optimizer.turn(by, matrix)
+                if twice is not None:
+                    twice(optimizer.differing([(turned, optimizer.turn(by, again))]))
+                whole[number] = turned
+        return _packed([_inside(whole[piece.matrix], piece).reshape(-1)
+                        for piece in _each(self.back.gives)], came)
+
+    def end(self, by: Callable[[bool], Update], came: torch.Tensor, twice: Twice | None) -> None:
+        """Step the weights."""
+        part, state = self.part, self.state.optimizer_state
+        for piece, turned in zip(_each(self.back.takes), _split(came, self.back.takes), strict=True):
+            view = View(state.master[piece.start - part.owned[0]:piece.stop - part.owned[0]], turned[:0],
+                        {name: each[piece.start - part.owned[0]:piece.stop - part.owned[0]]
+                         for name, each in state.buffers.items()})
+            now = by(self.all.parameter(piece).decay)._replace(shape=self.how.matrices[piece.matrix].shape)
+            again = optimizer.copied(view) if twice is not None else view
+            optimizer.end(now, view, turned)
+            if twice is not None:
+                optimizer.end(now, again, turned)
+                twice(optimizer.differing(_pairs(view, again)))
+        state.publish()
+
+    # ---- between them
+
+    def exchange(self, kind: str, value: torch.Tensor) -> tuple[torch.Tensor, Job]:
+        """What arrives, and the job that fills it."""
+        way, device = self.to_owners if kind == SlotKind.UPDATE else self.back, device_of(value.device)
+        gives, takes = (list(map(_numel, each)) for each in way)
+        came = value.new_empty(sum(takes))
+
+        def job() -> None:
+            self.group.exchange(came, value, gives, takes).wait()
+            for tensor in (value, came):
+                device.in_use(tensor)
+
+        return came, job
+
+
+def _numel(pieces: Sequence[Piece]) -> int:
+    return sum(piece.numel for piece in pieces)
+
+
+def _each(pieces: Sequence[Sequence[Piece]]) -> Iterator[Piece]:
+    return (piece for of_rank in pieces for piece in of_rank)
+
+
+def _split(flat: torch.Tensor, pieces: Sequence[Sequence[Piece]]) -> Sequence[torch.Tensor]:
+    return flat.split([piece.numel for piece in _each(pieces)])
+
+
+def _inside(matrix: torch.Tensor, piece: Piece) -> torch.Tensor:
+    return matrix[slice(*piece.rows), slice(*piece.columns)]
+
+
+def _packed(parts: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+    return torch.cat([like[:0], *parts])
+
+
+def _pairs(view: View, again: View) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return [(view.weight, again.weight), *((each, again.state[name]) for name, each in view.state.items())]

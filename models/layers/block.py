@@ -87,8 +87,8 @@ class Block(Layer):
     def _followed(self) -> Iterator[tuple[Branch, Norm | None]]:
         """Each branch, and the norm behind it that is one piece with its end."""
         for branch, other in zip(self.branches, (*self.branches[1:], None), strict=True):
-            one = other is not None and type(branch) is type(other) is Branch and branch.norm.fuses
-            yield branch, other.norm if one and other.norm.fuses else None
+            alike = type(branch) is type(other) is Branch and branch.norm.fuses
+            yield branch, other.norm if other is not None and alike and other.norm.fuses else None
 
 
 class Branch(Layer):
@@ -139,7 +139,7 @@ class Branch(Layer):
         if followed:
             end = end._replace(forward=2 * stream, backward=drops * stream + partial(True, sums),
                                kernels=(0, int(sums)))
-        rest = Moved("sum", others, others, (len(self.bodies) - 1,) * 2)
+        rest = Moved("sum", others, others, (len(self.bodies) - 1, len(self.bodies) - 1))
         return [norm, end, *([rest] if others else [])]
 
     @property
@@ -163,8 +163,10 @@ class Branch(Layer):
                 then: Norm | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The stream, and the norm `then` of it. `normed`: its own norm of the stream, where there is one."""
         fuses = self.norm.fuses
-        if normed is None:
-            normed, x_sBD = self.norm.beside(x_sBD) if fuses else (self.norm(x_sBD), x_sBD)
+        if normed is None and fuses:
+            normed, x_sBD = self.norm.beside(x_sBD)
+        elif normed is None:
+            normed = self.norm(x_sBD)
         x, apart = x_sBD.detach(), {"bias": False} if fuses and self.end is not None else {}
         with self.context.saving.instead("norm", normed, lambda: self.norm.again(x)):
             parts = [body(normed, batch, **apart) for body in self.bodies]

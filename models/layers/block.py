@@ -163,10 +163,8 @@ class Branch(Layer):
                 then: Norm | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The stream, and the norm `then` of it. `normed`: its own norm of the stream, where there is one."""
         fuses = self.norm.fuses
-        if normed is None and fuses:
+        if normed is None:
             normed, x_sBD = self.norm.beside(x_sBD)
-        elif normed is None:
-            normed = self.norm(x_sBD)
         x, apart = x_sBD.detach(), {"bias": False} if fuses and self.end is not None else {}
         with self.context.saving.instead("norm", normed, lambda: self.norm.again(x)):
             parts = [body(normed, batch, **apart) for body in self.bodies]

@@ -356,7 +356,10 @@ class Norm(Held):
         return F.layer_norm(x, x.shape[-1:], weight, self.compute.bias, eps)
 
     def beside(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The norm of x; and x, for what else reads it: the gradients of both are one pass."""
+        """The norm of x; and x, for what else reads it: where the norm fuses, the gradients of both are one
+        pass."""
+        if not self.fuses:
+            return self(x), x
         return self.context.pieces.normed(x, self.values, self.context.fused.sums(x.device))
 
     def again(self, x: torch.Tensor) -> torch.Tensor:

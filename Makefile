@@ -63,7 +63,7 @@ KERNELS := .venv/kernels
 
 kernels: $(KERNELS)/.installed ## kernels of GPUs, without one: compile them for an H100, interpret them (triton: 190 MB)
 	PYTHONPATH=$(KERNELS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs --durations=3 --dist worksteal -n logical \
-	  --maxprocesses 4 tests/loopback/test_kernels.py tests/loopback/test_loss_kernel.py $(ARGS)
+	  --maxprocesses 4 tests/loopback/test_kernels.py tests/loopback/test_loss_kernel.py tests/loopback/test_pieces.py $(ARGS)
 
 $(KERNELS)/.installed: $(STAMP) constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --upgrade --target $(KERNELS) triton

@@ -35,6 +35,7 @@ ON_CPU: dict[str, str] = {
     "test_lora.py::test_kept_by_a_forward": "it measures the memory of a CPU's attention",
     "test_lora_files.py": "as test_hugging_face.py",
     "test_loss_kernel.py": "Triton's interpreter runs on a CPU",
+    "test_pieces.py": "Triton's interpreter runs on a CPU, and separate operations are compared there",
     "test_measure.py": "it measures a CPU's memory",
     "test_memory.py": "it measures a CPU's memory",
     "test_mutation.py": "it replaces the lanes of a CPU by others",

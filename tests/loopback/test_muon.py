@@ -404,7 +404,7 @@ def test_polar_goes_on_from_muon(tmp_path):
 def test_the_guide(monkeypatch):
     """Its `polar`, in some ten lines, has the bits of the one that ships."""
     given: dict[str, Any] = {}
-    (block,) = (each for each in guides.code("optimizer") if "class Polar" in each)
+    (block,) = (each for each in guides.code("matrices") if "class Polar" in each)
     exec(block, given)
     config = tiny(*LLAMA, FP32, "optimizer.name=polar", "parallel.dp=2", "parallel.tp=2", "zero.stage=1")
     shipped = loopback(config, 2)

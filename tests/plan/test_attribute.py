@@ -66,7 +66,7 @@ def test_each_moment_counts_once():
                   waits=[Wait(2, 0, 2.0), Wait(2, 1, 3.0), Wait(5, 3, 2.0), Wait(5, 4, 4.0)], total_s=35)
     causes = attribute(parts(trace, program), 3.0, 40.0)
     assert causes == {"compute": 4, "p2p_wait": 1 + 3 + 1 + 4 + 1, "dp_wait": 1 + 2 + 1 + 2 + 3,
-                     "keys_wait": 0, "ep_wait": 0, "optimizer": 3, "offload": 1, "idle": 13}
+                     "keys_wait": 0, "owners_wait": 0, "ep_wait": 0, "optimizer": 3, "offload": 1, "idle": 13}
 
 
 def test_what_lanes_did_beside_the_computation():

@@ -168,6 +168,6 @@ def test_logger(monkeypatch, tmp_path):
     assert set(re.findall(r"^\| `(\w+)\(", page, re.MULTILINE)) == methods
 
 
-@pytest.mark.parametrize("guide", ["schedule", "pass", "optimizer", "callback", "logger"])
+@pytest.mark.parametrize("guide", ["schedule", "pass", "optimizer", "matrices", "callback", "logger"])
 def test_one_page(guide):
     assert len((EXTENDING / f"{guide}.md").read_text().splitlines()) <= 120

@@ -21,7 +21,7 @@ from threed.engine.loopback import ThreadGroup, World
 from threed.models.layers.base import Out
 from threed.models.layers.experts import Collects, Experts, ExpertsConfig, Routes, SharedExpert
 from threed.models.layers.handing import handing
-from threed.models.layers.parts import Dropout
+from threed.models.layers.residual import Dropout
 from threed.models.model import layers, parameters
 from threed.optim.rate import learning_rate
 from threed.schema import Config, OptimizerConfig

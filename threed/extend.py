@@ -30,7 +30,8 @@ from threed.models.layers.block import Block, Branch
 from threed.models.layers.embedding import Embedding
 from threed.models.layers.head import Head, Logits
 from threed.models.layers.mlp import Mlp
-from threed.models.layers.parts import Column, Dropout, Held, Norm, Row, added, cut_over
+from threed.models.layers.parts import Column, Held, Row, cut_over
+from threed.models.layers.residual import Dropout, Norm, added
 from threed.models.tiling import layers_of, share_of
 from threed.monitor.loggers.logger import Logger
 from threed.optim.base import Buffer, MatrixOptimizer, Optimizer, Update, View

@@ -11,7 +11,7 @@ from threed.models.layers.block import Block, Branch
 from threed.models.layers.embedding import Embedding
 from threed.models.layers.head import Head
 from threed.models.layers.mlp import Mlp
-from threed.models.layers.parts import Norm
+from threed.models.layers.residual import Norm
 from threed.schema import ModelConfig
 
 

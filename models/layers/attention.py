@@ -27,7 +27,8 @@ from threed.base.errors import InputError
 from threed.base.later import torch
 from threed.base.mesh import axes_of
 from threed.models.layers.base import Part
-from threed.models.layers.parts import MASK, Column, Held, Row, moved_by_norm, replaced
+from threed.models.layers.parts import Column, Held, Row, replaced
+from threed.models.layers.residual import MASK, moved_by_norm
 from threed.schema import KEYS, ModelConfig
 from threed.spec.kernels import AttentionKernel as Core
 from threed.spec.kernels import Kernel, Moved, Product, partial_sums

@@ -21,7 +21,8 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from threed.models.layers.base import Layer, Out
-from threed.models.layers.parts import Column, Dropout, Norm, Row, added, keeps, replaced
+from threed.models.layers.parts import Column, Row, keeps, replaced
+from threed.models.layers.residual import Dropout, Norm, added
 from threed.spec.kernels import Moved, partial_sums
 from threed.spec.parameter import SEQUENCE, Cost, Saved, Share, Tile
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from threed.base.later import F
 from threed.models.layers.base import Layer
-from threed.models.layers.parts import WORD, Dropout, Held, LookupTable, added, vocabulary
+from threed.models.layers.parts import WORD, Held, LookupTable, vocabulary
+from threed.models.layers.residual import Dropout, added
 from threed.schema import ModelConfig
 from threed.spec.kernels import Moved
 from threed.spec.parameter import SEQUENCE, WHOLE, Cost, Parameter, Saved, Share, Tile

@@ -24,7 +24,8 @@ from threed.models.layers.attention import Attention
 from threed.models.layers.base import Layer, Out
 from threed.models.layers.block import Branch
 from threed.models.layers.mlp import Mlp
-from threed.models.layers.parts import Dropout, Held, Norm, added
+from threed.models.layers.parts import Held
+from threed.models.layers.residual import Dropout, Norm, added
 from threed.schema import ModelConfig
 from threed.schema.keys import key
 from threed.spec.kernels import FROZEN, Moved, Product

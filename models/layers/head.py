@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 from threed.base.later import torch
 from threed.models.layers.base import Layer, Out
-from threed.models.layers.parts import WORD, Column, Norm, vocabulary
+from threed.models.layers.parts import WORD, Column, vocabulary
+from threed.models.layers.residual import Norm
 from threed.schema import ModelConfig
 from threed.spec.kernels import Moved
 from threed.spec.parameter import SEQUENCE, WHOLE, Cost, Outflow, Saved, Share, Tile, Traffic

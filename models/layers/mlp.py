@@ -8,6 +8,7 @@ layer of this rank (and tile).
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from threed.base.later import F
@@ -59,8 +60,8 @@ class Mlp(Part):
             return cost
         width, sums = self.up.outputs // share.over(self.axis), 2 * self.up.sums_bias
         added = partial_sums(width, size // width // share.element) if sums else 0
-        piece = moved._replace(backward=3 * size + added, kernels=(1, 1 + sums), fused=True)
-        return replaced(cost, [moved, *self.up.of_bias(share)], [piece])
+        return replaced(cost, [moved, *self.up.of_bias(share)],
+                        [moved._replace(backward=3 * size + added, kernels=(1, 1 + sums), fused=True)])
 
     @property
     def _opens(self) -> bool:
@@ -74,26 +75,20 @@ class Mlp(Part):
     def forward(self, x_sBD: torch.Tensor, _: Batch, bias: bool = True) -> torch.Tensor:
         """`bias`: as of `end`."""
         x_SBF = self.up(x_sBD, not self._opens)
-        kept, instead = x_SBF.detach(), self.context.saving.instead
-        if self._opens:
-            sums = self.context.fused.sums(x_SBF.device)
-            inner = self.context.pieces.gelu(x_SBF, self.up.bias, sums)
-            with instead("mlp_act", inner, lambda: sums.gelu(kept)):
-                return self.down(inner, bias)
-        if self.model.activation == "swiglu" and self.model.fuses:
-            swiglu = self.context.fused.swiglu
-            inner = swiglu(x_SBF)
-            with instead("mlp_act", inner, lambda: swiglu(kept)):
-                return self.down(inner, bias)
-        if self.model.activation == "swiglu":
+        kept, swiglu = x_SBF.detach(), self.model.activation == "swiglu"
+        if swiglu and not self.model.fuses:
             gate, up = x_SBF.chunk(2, -1)
             opened = F.silu(gate)
-            with instead("mlp_act", opened, lambda: F.silu(kept.chunk(2, -1)[0])):
+            with self.context.saving.instead("mlp_act", opened, lambda: F.silu(kept.chunk(2, -1)[0])):
                 inner = opened * up
-            with instead("mlp_act", inner, lambda: _gated(kept)):
-                return self.down(inner, bias)
-        inner = F.gelu(x_SBF, approximate="tanh")
-        with instead("mlp_act", inner, lambda: F.gelu(kept, approximate="tanh")):
+            again = _gated
+        elif self._opens:
+            sums = self.context.fused.sums(x_SBF.device)
+            inner, again = self.context.pieces.gelu(x_SBF, self.up.bias, sums), sums.gelu
+        else:
+            again = self.context.fused.swiglu if swiglu else partial(F.gelu, approximate="tanh")
+            inner = again(x_SBF)
+        with self.context.saving.instead("mlp_act", inner, lambda: again(kept)):
             return self.down(inner, bias)
 
 

@@ -22,7 +22,8 @@ from threed.models.layers.attention import PIECE, Attention
 from threed.models.layers.base import Layer, Out
 from threed.models.layers.block import Block, Branch, BranchTile
 from threed.models.layers.experts import Routes
-from threed.models.layers.parts import Column, Part, Row, every, keeps, moved_by_norm
+from threed.models.layers.parts import Column, Part, Row, every, keeps
+from threed.models.layers.residual import moved_by_norm
 from threed.spec.kernels import AttentionKernel, Kernel, Moved
 from threed.spec.parameter import SEQUENCE, Cost, Saved, Share
 from threed.spec.travel import Gathered

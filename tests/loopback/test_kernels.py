@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.loopback import h100
-from threed.models.layers.parts import moved_by_norm
+from threed.models.layers.residual import moved_by_norm
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs the package triton (on Linux, and "
                                 "without a GPU: make kernels)")

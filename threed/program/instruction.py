@@ -140,17 +140,16 @@ class SlotKind(StrEnum):
 
 
 SENT = SlotKind.ACT, SlotKind.GRAD  # by positions to each other
-# Kinds of slots that RELEASE cuts over tp ranks -> the kind of a rank's part, from which GATHER makes the
-# whole.
+# What RELEASE cuts over tp ranks -> the kind of a rank's part, from which GATHER makes the whole
 PARTS: dict[str, str] = {SlotKind.KEPT: SlotKind.KEPT_PART, SlotKind.ACT: SlotKind.ACT_PART,
                          SlotKind.GRAD: SlotKind.GRAD_PART}
 WHOLES = {part: kind for kind, part in PARTS.items()}
 # What EXCHANGE takes to the owners of matrices, or back -> what arrives
 TO_OWNERS: dict[str, str] = {SlotKind.UPDATE: SlotKind.MATRIX, SlotKind.TURNED: SlotKind.DIRECTION}
 PARAMETER_KINDS: frozenset[str] = frozenset({
-    *TO_OWNERS, *TO_OWNERS.values(),
-    SlotKind.PARAM, SlotKind.PARAM_SHARD, SlotKind.STATE, SlotKind.WEIGHT_GRAD, SlotKind.TP_SUM,
-    SlotKind.SHARD_SUM, SlotKind.REPLICA_SUM, SlotKind.GRAD_SHARD, SlotKind.PREVIOUS_GRAD, SlotKind.SNAPSHOT})
+    *TO_OWNERS, *TO_OWNERS.values(), SlotKind.PARAM, SlotKind.PARAM_SHARD, SlotKind.STATE,
+    SlotKind.WEIGHT_GRAD, SlotKind.TP_SUM, SlotKind.SHARD_SUM, SlotKind.REPLICA_SUM, SlotKind.GRAD_SHARD,
+    SlotKind.PREVIOUS_GRAD, SlotKind.SNAPSHOT})
 
 
 class Slot(NamedTuple):
@@ -175,12 +174,8 @@ class Slot(NamedTuple):
 
     def __str__(self) -> str:
         letter = "p" if self.kind in PARAMETER_KINDS else "u"
-        parts = [self.name]
-        if self.unit >= 0:
-            parts.append(f"{letter}{self.unit}")
-        if self.microbatch >= 0:
-            parts.append(f"m{self.microbatch}")
-        return " ".join(parts)
+        numbers = ((letter, self.unit), ("m", self.microbatch))
+        return " ".join([self.name, *(f"{of}{number}" for of, number in numbers if number >= 0)])
 
 
 class Instruction(NamedTuple):
@@ -201,11 +196,10 @@ class Instruction(NamedTuple):
 
     @property
     def of_slot(self) -> bool:
-        """Of COLLECTIVES and RELEASE: whether it is about a slot of a compute unit, not about a parameter
-        unit."""
-        if self.op == Op.EXCHANGE and self.kind in TO_OWNERS:
-            return False
-        return (self.microbatch >= 0 or bool(self.kind)) and (self.op in COLLECTIVES or self.op == Op.RELEASE)
+        """Of COLLECTIVES and RELEASE: whether it is about a slot of a compute unit, not a parameter unit."""
+        named = self.microbatch >= 0 or bool(self.kind)
+        turns = self.op == Op.EXCHANGE and self.kind in TO_OWNERS
+        return named and not turns and (self.op in COLLECTIVES or self.op == Op.RELEASE)
 
     @property
     def slot(self) -> Slot:
@@ -245,8 +239,7 @@ class Instruction(NamedTuple):
 
     def strays(self) -> list[str]:
         """Fields that are set although the op does not use them."""
-        defaults = self._field_defaults
-        return [name for name, default in defaults.items()
+        return [name for name, default in self._field_defaults.items()
                 if getattr(self, name) != default and name not in FIELDS[self.op]]
 
 
@@ -260,8 +253,7 @@ Programs = list[list[Instruction]]  # one program a position, while passes work 
 def insert(program: Sequence[Instruction], before: Mapping[int, Sequence[Instruction]],
            after: Mapping[int, Sequence[Instruction]]) -> list[Instruction]:
     """A program with instructions before and after some of its own, which are named by their index."""
-    out: list[Instruction] = []
-    start = 0
+    out, start = list[Instruction](), 0
     for index in sorted({*before, *after}):
         out += program[start:index]
         out += (*before.get(index, ()), program[index], *after.get(index, ()))

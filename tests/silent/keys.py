@@ -146,6 +146,7 @@ PP, DP, TP = ["parallel.pp=2"], ["parallel.dp=2"], ["parallel.tp=2"]
 FULL = ["activation.policy=full"]
 EXPERTS = ["model.family=moe", "model.ffn_hidden=24"]
 INTERLEAVED = [*PP, "parallel.schedule=interleaved", "parallel.virtual_stages=2"]
+MUON = ["optimizer.name=muon"]
 LINEAR, WSD = ["optimizer.schedule=linear"], ["optimizer.schedule=wsd"]
 LORA = ["model.lora_rank=2", "model.lora_alpha=2"]
 ANSWERS = ["data.source={folder}/answers.jsonl", "data.loss_mask=answers"]
@@ -221,6 +222,12 @@ KEYS: dict[str, Row | str] = {
                      "precision.grad_dtype", "precision.reduce_dtype", "precision.master"), TRAPS),
     "optimizer.name": (numbers, [], "lion"),
     "optimizer.lr": (numbers, [], 2e-3),
+    "optimizer.momentum": (numbers, MUON, 0.5), "optimizer.nesterov": (numbers, MUON, False),
+    "optimizer.matrices": (numbers, MUON, "heads"), "optimizer.turns": (numbers, MUON, 3),
+    "optimizer.turn_coefficients": (numbers, MUON, [2.0, -1.5, 0.5]),
+    "optimizer.turn_eps": (numbers, MUON, 1e3),
+    "optimizer.turn_scale": (numbers, MUON, "original"), "optimizer.turn_dtype": (numbers, MUON, "fp32"),
+    "optimizer.adamw_lr": (numbers, MUON, 2e-3), "optimizer.adamw_weight_decay": (numbers, MUON, 0.5),
     "optimizer.betas": (numbers, [], [0.5, 0.5]),
     "optimizer.eps": (numbers, [], 1e-3),
     "optimizer.weight_decay": (numbers, [], 0.5),

@@ -33,7 +33,7 @@ from threed.features.zero.shard import layout
 from threed.models.layers.base import Out
 from threed.models.model import layers, parameters
 from threed.schema import Config
-from threed.tensor import documents, fused, fused_loss
+from threed.tensor import documents, fused, fused_loss, pieces
 from threed.tensor import layers as subject
 from threed.tensor.context import Batch, Context
 from threed.tensor.documents import Documents
@@ -51,7 +51,8 @@ MODELS: dict[str, list[str]] = {
 
 
 # Autograd functions that talk to nobody: each rank computes on its own heads or tokens.
-for function in (documents._Attend, documents._RotateAt, fused._Rotate, fused._RmsNorm, fused._SwiGlu):
+for function in (documents._Attend, documents._RotateAt, fused._Rotate, fused._RmsNorm, fused._SwiGlu,
+                 pieces._Apart, pieces._Ended, pieces._Gelu):
     spmd.register_local_autograd_function(function)
 
 

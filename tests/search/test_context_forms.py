@@ -69,7 +69,8 @@ def test_short_plans_are_right(layout, form):
 
 
 @pytest.mark.parametrize("fixed, said", [
-    ([], "without parallel.cp: "), (["parallel.cp_form=heads", "train.global_batch_size=2"], "without parallel.cp: "),
+    ([], "without parallel.cp: "),
+    (["parallel.cp_form=heads", "train.global_batch_size=2"], "without parallel.cp: "),
     (["parallel.cp_overlap=true"], "without parallel.cp: "),
     (["parallel.tp=1"], "without parallel.cp no layout can run"),  # more ranks than sequences
     (["parallel.cp=2"], ""), (["model.seq_len=8192"], "")])

@@ -8,14 +8,17 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache, partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.distributed as dist
 from allpairspy import AllPairs
 
 from tests.reference import Picks, data_of
+from threed.base.errors import PlanError
 from threed.base.mesh import FOLDS, axes_of
 from threed.comm.group import Comm
 from threed.comm.process import ProcessComm
@@ -26,7 +29,8 @@ from threed.engine.loopback import channel_pairs, run_loopback
 from threed.models.layers.experts import ExpertsConfig, Routes
 from threed.planner import analyse, make_mesh, make_plan
 from threed.program.analysis import Analysis
-from threed.program.instruction import Op, Slot
+from threed.program.check import check_programs
+from threed.program.instruction import Instruction, Op, Slot
 from threed.program.plan import Plan
 from threed.program.summary import stages
 from threed.schedules.orders import SCHEDULES
@@ -359,6 +363,10 @@ class Tolerance(NamedTuple):
     weight: float
 
 
+# Triton is not among .venv's packages: other tests run without it, as for most who have no GPU. make kernels,
+# which CI runs, has it, and skips none.
+needs_triton = pytest.mark.skipif(find_spec("triton") is None,
+                                  reason="needs the package triton (without a GPU: make kernels)")
 MARGIN = 1e-5  # of scores in fp32: with less between two, a mesh may choose another expert than the reference
 FP32, SIXTEEN = Tolerance(1e-5, 1e-4, 1e-5, 1e-4), Tolerance(1e-3, 5e-3, 5e-2, 1e-1)
 
@@ -416,3 +424,12 @@ def over_gloo(rank: int, store_path: str, config: Config, steps: int, picks: Pic
         return drive(config, Engine(Analysis(plan), comm), comm, steps, picks=picks)
     finally:
         comm.close()
+
+
+def why_refused(plan: Plan, edit: Callable[[list[Instruction]], None], name: str = "train") -> str:
+    """Why an edit of the first position's program is refused."""
+    program, *others = plan.programs[name]
+    edit(edited := list(program))
+    with pytest.raises(PlanError) as caught:
+        check_programs(name, [tuple(edited), *others], plan.table)
+    return str(caught.value).splitlines()[0]

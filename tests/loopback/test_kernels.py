@@ -6,17 +6,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from concurrent.futures import ProcessPoolExecutor
-from importlib.util import find_spec
 from multiprocessing import get_context
 
 import pytest
 import torch
 
+from tests.harness import needs_triton
 from tests.loopback import h100
 from threed.models.layers.residual import moved_by_norm
 
-pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs the package triton (on Linux, and "
-                                "without a GPU: make kernels)")
+pytestmark = needs_triton
 # Kernels in forward and in backward, as layers price them. (torch adds up what programs of a norm's backward
 # leave by a kernel that is ready.)
 NUMBERS = {"SwiGLU": (1, 1), "rotary": (1, 1), "rotary in documents": (1, 1), "dropout": (1, 1),

@@ -10,34 +10,20 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
-from importlib.util import find_spec
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 
-from tests.harness import loopback, tiny
+from tests.harness import loopback, needs_triton, tiny
 from tests.loopback import interpreted
 from tests.loopback.test_saved import CASES
 from threed.tensor.fused import Fused
 
-pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs the package triton (on Linux, and "
-                                "without a GPU: pip install triton)")
+pytestmark = needs_triton
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 Run = Callable[..., Any]
-
-
-@pytest.fixture(scope="module")
-def run():
-    """Call a function of `interpreted` there."""
-    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-        with mock.patch.dict(os.environ, TRITON_INTERPRET="1", OMP_NUM_THREADS="1"):
-            pool.submit(os.getpid).result()  # it starts
-        yield lambda function, *given: pool.submit(function, *given).result()
 
 
 # ((S, B, V), vocab): blocks that are full, one logit more or less, padding of a block and more, one logit

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from tests.harness import Ranks, assert_parity, batches, collect, drive, tiny
+from tests.harness import Ranks, assert_parity, batches, collect, drive, tiny, why_refused
 from threed.base import mesh
 from threed.base.errors import PlanError
 from threed.comm import group as comm
@@ -498,16 +498,6 @@ def test_there_are_enough_edits():
     assert FEW * len(CASES) >= 2000 and min(case.edits for case in CASES.values()) > FEW
 
 
-def refusal(case: Case, edit: Callable[[list[Instruction]], None]) -> str:
-    """Why an edit of the first position's training program is refused."""
-    plan = make_plan(case.config())
-    program, *others = plan.programs["train"]
-    edit(edited := list(program))
-    with pytest.raises(PlanError) as caught:
-        check_programs("train", [tuple(edited), *others], plan.table)
-    return str(caught.value).splitlines()[0]
-
-
 def test_nothing_is_added_to_a_sum_over_tp():
     """It lies in the gradient's buffer until it is reduced over dp: a backward in between would be summed
     over tp never."""
@@ -518,7 +508,7 @@ def test_nothing_is_added_to_a_sum_over_tp():
         program.insert(backward, program.pop(reduce))
 
     case = Case(0, 1, 3, dp=2, tp=2, others=(ZERO_2, SP, UNTIED))
-    assert "adds to 'wgrad p1' after it was used" in refusal(case, edit)
+    assert "adds to 'wgrad p1' after it was used" in why_refused(make_plan(case.config()), edit)
 
 
 def test_no_copy_is_there_while_its_shard_is_stepped():
@@ -529,7 +519,8 @@ def test_no_copy_is_there_while_its_shard_is_stepped():
         program[step:step + 1] = [Instruction(Op.GATHER, 1, group="dp"), program[step],
                                   Instruction(Op.RELEASE, 1)]
 
-    assert "updates 'pshard p1' while 'param p1'" in refusal(Case(0, 1, 2, dp=2, others=(UNTIED,)), edit)
+    plan = make_plan(Case(0, 1, 2, dp=2, others=(UNTIED,)).config())
+    assert "updates 'pshard p1' while 'param p1'" in why_refused(plan, edit)
 
 
 def test_a_gradient_goes_down_once():
@@ -541,4 +532,4 @@ def test_a_gradient_goes_down_once():
         program.insert(down, program[down])
 
     case = Case(0, 1, 3, dp=2, others=(ZERO_1, CPU, UNTIED, LATER))
-    assert "reads 'gshard p1', which is not alive" in refusal(case, edit)
+    assert "reads 'gshard p1', which is not alive" in why_refused(make_plan(case.config()), edit)

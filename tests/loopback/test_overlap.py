@@ -4,17 +4,16 @@ are the same training, to the bit; and that without offload."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
-from tests.harness import EXPERTS, MICROBATCHES, SETTINGS, batches, tiny
+from tests.harness import EXPERTS, MICROBATCHES, SETTINGS, batches, tiny, why_refused
 from tests.late import be_late
 from tests.loopback.test_checkpoint import named
 from tests.loopback.test_checkpoint import saved as save
-from threed.base.errors import PlanError
 from threed.checkpoint.load import resume
 from threed.comm.group import Comm
 from threed.engine.engine import Engine
@@ -22,7 +21,6 @@ from threed.engine.loopback import run_loopback
 from threed.features.zero.storage import Storage
 from threed.planner import make_mesh, make_plan
 from threed.program.analysis import Analysis
-from threed.program.check import check_programs
 from threed.program.instruction import Instruction, Op
 from threed.program.plan import Plan
 from threed.schedules.orders import SCHEDULES
@@ -236,14 +234,6 @@ def plan_of(*others: str) -> Plan:
     return make_plan(tiny(*SMALL, DP, "model.tie_embeddings=false", "train.global_batch_size=4", *others))
 
 
-def refusal(plan: Plan, edit: Callable[[list[Instruction]], None], name: str = "train") -> str:
-    program = list(plan.programs[name][0])
-    edit(program)
-    with pytest.raises(PlanError) as caught:
-        check_programs(name, [tuple(program)], plan.table)
-    return str(caught.value).splitlines()[0]
-
-
 def first(program: Sequence[Instruction], op: Op, unit: int, kind: str | None = None) -> int:
     return next(index for index, item in enumerate(program)
                 if (item.op, item.unit) == (op, unit) and kind in (None, item.kind))
@@ -267,7 +257,7 @@ def test_a_weight_is_not_read_before_its_update(others, moved, op, slot):
         assert update < read
         program.insert(read, program.pop(update))  # behind the one that reads
 
-    assert f"updates '{slot}' {STALE}" in refusal(plan, edit)
+    assert f"updates '{slot}' {STALE}" in why_refused(plan, edit)
 
 
 @pytest.mark.parametrize("name", ["train", "settle"])
@@ -281,7 +271,7 @@ def test_a_weight_is_not_read_before_its_update(others, moved, op, slot):
     (lambda program: program.insert(0, program.pop(first(program, Op.FETCH, 1))),
      "reads 'host_pshard p1', which is not alive")], ids=range(5))
 def test_each_update_once_and_in_order(name, edit, words):
-    assert re.search(words, refusal(plan_of(*CPU, "zero.stage=1"), edit, name))
+    assert re.search(words, why_refused(plan_of(*CPU, "zero.stage=1"), edit, name))
 
 
 def test_no_update_before_there_is_one():
@@ -289,7 +279,7 @@ def test_no_update_before_there_is_one():
     plan = plan_of(*CPU, "zero.stage=1", "checkpoint.every=0")
     down = [Instruction(Op.OFFLOAD, 1, kind="gprev"), Instruction(Op.STEP, 1, age="prev")]
     for name in ("enter", "evaluate"):
-        assert "'gprev p1', which is not alive" in refusal(
+        assert "'gprev p1', which is not alive" in why_refused(
             plan, lambda program: program.__setitem__(slice(0, 0), down), name)
 
 
@@ -301,9 +291,9 @@ def test_a_gradient_does_not_leave_before_its_norm():
         reduced, down = first(program, Op.REDUCE, 1), first(program, Op.OFFLOAD, 1)
         program.insert(reduced + 1, program.pop(down))
 
-    assert "'gshard p1', which is not alive" in refusal(plan, early)
+    assert "'gshard p1', which is not alive" in why_refused(plan, early)
     later = plan_of(*CPU, "zero.stage=1")
-    assert "leaves 'host_gprev p1' behind" in refusal(
+    assert "leaves 'host_gprev p1' behind" in why_refused(
         later, lambda program: program.append(Instruction(Op.OFFLOAD, 1, kind="gprev")))
 
 

@@ -4,18 +4,13 @@ operations. Triton's interpreter runs the kernels on a CPU, in another process."
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
-from concurrent.futures import ProcessPoolExecutor
-from importlib.util import find_spec
-from multiprocessing import get_context
-from unittest import mock
 
 import pytest
 import torch
 
-from tests.harness import loopback, same_bits, tiny
+from tests.harness import loopback, needs_triton, same_bits, tiny
 from tests.loopback import sums_interpreted, test_transient
 from tests.loopback.test_saved import CASES, FULL, SPLIT, selective
 from threed.planner import analyse
@@ -24,21 +19,10 @@ from threed.program.summary import stages
 from threed.tensor.fused import Fused
 from threed.tensor.pieces import Kernels, Separate
 
-interpreted = pytest.mark.skipif(find_spec("triton") is None, reason="needs the package triton (on Linux, "
-                                 "and without a GPU: make kernels)")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-@pytest.fixture(scope="module")
-def run():
-    """Call a function of `sums_interpreted` there."""
-    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-        with mock.patch.dict(os.environ, TRITON_INTERPRET="1", OMP_NUM_THREADS="1"):
-            pool.submit(os.getpid).result()  # it starts
-        yield lambda function, *given: pool.submit(function, *given).result()
-
-
-@interpreted
+@needs_triton
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("piece", ["gelus", "joins", "ends", "rows"])
 def test_numbers(run, piece, dtype):
@@ -86,7 +70,7 @@ def test_same_bits_without_kernels(name, dtype):
     same_bits([loopback(tiny(*of(name, dtype), f"model.fused={fused}"), 2) for fused in ("off", "auto")])
 
 
-@interpreted
+@needs_triton
 @pytest.mark.parametrize(("name", "dtype"), RUNS_IN)
 def test_runs(run, name, dtype):
     """Loss, norm and gradients of a step by separate operations; and what is sent."""
@@ -136,6 +120,6 @@ def test_without_triton():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@interpreted
+@needs_triton
 def test_with_triton():
     assert Fused(True).sums(torch.device("cuda")) is not Separate

@@ -9,15 +9,14 @@ from collections import Counter
 import pytest
 import torch
 
-from tests.harness import tiny
-from threed.base.errors import ConfigError, PlanError
+from tests.harness import tiny, why_refused
+from threed.base.errors import ConfigError
 from threed.base.mesh import OWNERS, Mesh
 from threed.config.load import load
 from threed.features.zero.matrices import UnitMatrices, members
 from threed.features.zero.shard import layout
 from threed.models.layers.attention import targets
 from threed.planner import layouts, make_mesh, make_plan
-from threed.program.check import check_programs
 from threed.program.instruction import Instruction, Op, Slot, SlotKind
 from threed.program.traffic import sent_by
 from threed.schema import ModelConfig
@@ -174,12 +173,7 @@ def test_whole_parts_come_back_where_state_is_whole():
 
 
 def edited(edit) -> str:
-    plan = make_plan(config_of("parallel.dp=2", "zero.stage=1", "model.layers=2"))
-    program, *others = plan.programs["train"]
-    edit(changed := list(program))
-    with pytest.raises(PlanError) as caught:
-        check_programs("train", [tuple(changed), *others], plan.table)
-    return str(caught.value).splitlines()[0]
+    return why_refused(make_plan(config_of("parallel.dp=2", "zero.stage=1", "model.layers=2")), edit)
 
 
 def test_three_parts_each_once():

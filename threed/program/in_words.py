@@ -32,7 +32,8 @@ _HANDED = {
     # and those of attention as two units (models/layers/overlapped.py)
     "queries": "queries", "kv": "keys and values", "allkv": "keys and values of all ranks of cp"}
 _KINDS = {"small": "small ones", "adapters": "adapters", "counted": "biases of the choice of experts",
-          "plain": "what AdamW steps", "plain_small": "small ones that AdamW steps"}
+          "plain": "what AdamW steps", "plain_small": "small ones that AdamW steps",
+          "plain_folded": "what AdamW steps of experts"}
 
 
 def slot_words(kind: str, table: Table) -> str:

@@ -146,10 +146,10 @@ PARTS: dict[str, str] = {SlotKind.KEPT: SlotKind.KEPT_PART, SlotKind.ACT: SlotKi
 WHOLES = {part: kind for kind, part in PARTS.items()}
 # What EXCHANGE takes to the owners of matrices, or back -> what arrives
 TO_OWNERS: dict[str, str] = {SlotKind.UPDATE: SlotKind.MATRIX, SlotKind.TURNED: SlotKind.DIRECTION}
+OF_MATRICES = (*TO_OWNERS, *TO_OWNERS.values())
 PARAMETER_KINDS: frozenset[str] = frozenset({
-    *TO_OWNERS, *TO_OWNERS.values(), SlotKind.PARAM, SlotKind.PARAM_SHARD, SlotKind.STATE,
-    SlotKind.WEIGHT_GRAD, SlotKind.TP_SUM, SlotKind.SHARD_SUM, SlotKind.REPLICA_SUM, SlotKind.GRAD_SHARD,
-    SlotKind.PREVIOUS_GRAD, SlotKind.SNAPSHOT})
+    *OF_MATRICES, SlotKind.PARAM, SlotKind.PARAM_SHARD, SlotKind.STATE, SlotKind.WEIGHT_GRAD, SlotKind.TP_SUM,
+    SlotKind.SHARD_SUM, SlotKind.REPLICA_SUM, SlotKind.GRAD_SHARD, SlotKind.PREVIOUS_GRAD, SlotKind.SNAPSHOT})
 
 
 class Slot(NamedTuple):

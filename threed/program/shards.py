@@ -9,7 +9,7 @@ from threed.base.quantity import BYTES
 from threed.optim.base import Buffer
 from threed.optim.registry import any_called
 from threed.program.entries import ParameterUnit, Reduction
-from threed.program.instruction import TO_OWNERS, Slot, SlotKind, Tier
+from threed.program.instruction import OF_MATRICES, Slot, SlotKind, Tier
 from threed.program.settings import Elements, UpdateSettings, ZeroSettings
 
 
@@ -110,7 +110,7 @@ class Shards:
         # A snapshot is fp32; at every ZeRO stage, each rank of one shard group copies its part of it.
         if slot.kind == SlotKind.SNAPSHOT:
             return unit.numel // unit.shards * 4 * self.kept_kinds(slot.unit)
-        if unit.turning is not None and slot.kind in (*TO_OWNERS, *TO_OWNERS.values()):
+        if unit.turning is not None and slot.kind in OF_MATRICES:
             elements = {SlotKind.UPDATE: unit.numel // unit.shards, SlotKind.DIRECTION: self.numel(slot.unit)}
             return elements.get(SlotKind(slot.kind), unit.turning.owned) * unit.turning.element
         return self.numel(slot.unit) * self.elements.grad

@@ -12,7 +12,7 @@ from threed.base.mesh import AXES, FOLDS, QUIET
 from threed.base.quantity import ring, show_bytes, show_count
 from threed.base.texttable import render
 from threed.program.analysis import Analysis
-from threed.program.instruction import SENT, TO_OWNERS, WHOLES, Op, Slot, SlotKind, Tier
+from threed.program.instruction import OF_MATRICES, SENT, WHOLES, Op, Slot, SlotKind, Tier
 from threed.program.link import Memory
 from threed.program.seam import seam_of
 from threed.program.table import Table
@@ -25,7 +25,7 @@ def activations(table: Table) -> tuple[str, ...]:
     kinds = (*SENT, SlotKind.SAVED, SlotKind.KEPT, *WHOLES, SlotKind.OPERANDS, *table.handed)
     kinds += (SlotKind.LOGITS,) if table.logits else ()
     turns = any(unit.turning is not None for unit in table.parameters.values())
-    return (*kinds, *TO_OWNERS, *TO_OWNERS.values()) if turns else kinds
+    return (*kinds, *OF_MATRICES) if turns else kinds
 
 
 @dataclass(frozen=True)

@@ -254,7 +254,7 @@ class _Row(torch.autograd.Function):
 
 
 class _SumOverTp(torch.autograd.Function):
-    """Pieces the parts of all ranks: [S, B, H] -> [S or s, B, H]."""
+    """Sums the parts of all ranks: [S, B, H] -> [S or s, B, H]."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Group, sp: bool):
@@ -271,7 +271,7 @@ class _SumOverTp(torch.autograd.Function):
 
 
 class _Total(torch.autograd.Function):
-    """Pieces the parts of all ranks; each part has the gradient of the sum."""
+    """Sums the parts of all ranks; each part has the gradient of the sum."""
 
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, group: Group):

@@ -209,15 +209,17 @@ class _Compute:
         assert turner is not None
         state = sum(BYTES[buffer.dtype] for buffer in self.table.shards.buffers(index))
         begun = numel * (2 * state + self.table.elements.grad + 3 * way.element)
-        ended = numel * (2 * self.table.shards.state_bytes(Tier.DEVICE, index) - 2 * state + way.element
+        home = self.table.parameters[index].state_home
+        away = home != Tier.DEVICE
+        ended = numel * (2 * self.table.shards.state_bytes(home, index) - 2 * state + way.element
                          + 2 * self.table.shards.param_bytes(index))
         prices = self._prices_of_turns.setdefault(way.element, Prices(self.hardware, way.element))
         shapes = Counter(each.shape for each in way.matrices)
         whole = sum(count * prices.product(m, n, k) for shape, count in shapes.items()
                     for m, n, k in turner.products(*shape, optimizer))
-        return {"begin": self.prices.update(begun, False, _STEP_KERNELS),
+        return {"begin": self.prices.update(begun, away, _STEP_KERNELS),
                 "turn": whole * way.busiest / way.ranks + self.prices.moved(4 * way.owned * way.element),
-                "end": self.prices.update(ended, False, _STEP_KERNELS)}
+                "end": self.prices.update(ended, away, _STEP_KERNELS)}
 
     def added(self, size: int) -> float:
         """Seconds in which the host adds so many bytes to a gradient: it reads both and writes the sum."""

@@ -143,7 +143,8 @@ def test_another_optimizer_wants_less(tmp_path):
     assert any("optimizer.name was adamw" in line for line in resumed.notes)
 
 
-@pytest.mark.parametrize(("name", "device", "host"), [("adamw", 8, 12), ("lion", 4, 8), ("sgd", 0, 4), ("muon", 4, 8)])
+@pytest.mark.parametrize(("name", "device", "host"), [("adamw", 8, 12), ("lion", 4, 8), ("sgd", 0, 4),
+                                                      ("muon", 4, 8)])
 def test_bytes(name, device, host):
     """Of an element: on the device without a master, on the host and the disk with one; in formulas and in
     the plan."""

@@ -92,7 +92,7 @@ class Engine:
         self.handlers = {**self.pipeline.handlers(), **offload.handlers(),
                          **{op: _by_kind(*(each.get(op) for each in sharing)) for op in ops}}
         self.orders = {name: analysis.order(name, position) for name in plan.programs}
-        # Behind a FETCH also a collective of a single rank would hold up the computation that comes before it.
+        # Behind a FETCH also a collective of a single rank would hold up the computation before it.
         for name in {GROUPS[item.group].lane for programs in plan.programs.values()
                      for item in programs[position] if item.op in (Op.GATHER, Op.EXCHANGE)
                      and not item.of_slot and table.shards.away(item.unit)}:

@@ -6,13 +6,11 @@
     EXCHANGE turned p3          -> direction p3, of what this rank updates
     STEP p3 end
 
-Where the state is off the device, the host does `begin` and `end`, and two moves take what a turn needs up
-and down:
-
-    STEP p3 begin  FETCH update p3  EXCHANGE ...  STEP p3 turn  EXCHANGE ...  OFFLOAD direction p3  STEP p3 end
-
 With `begin` the update of the weights begins: from then on nothing of the step may read them, and no gathered
 copy may be alive.
+
+Where the state is off the device, the host does `begin` and `end`. `FETCH update p3` takes what is to be
+turned to the device, and `OFFLOAD direction p3` takes what was turned to the host.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -230,7 +230,6 @@ class GroupPlace:
         self.together = max(1, self.ranks // self.nodes)
 
 
-def places(mesh: Mesh, devices: float) -> dict[str, GroupPlace]:
+def places(mesh: Mesh, devices: float, names: Iterable[str] = GROUPS) -> dict[str, GroupPlace]:
     """The place of rank 0's group of each kind: meshes are regular, so the others lie alike."""
-    return {name: GroupPlace(mesh.group(name, 0), devices) for name, row in GROUPS.items()
-            if row.needed(mesh)}
+    return {name: GroupPlace(mesh.group(name, 0), devices) for name in names if GROUPS[name].needed(mesh)}

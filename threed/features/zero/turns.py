@@ -20,6 +20,7 @@ from threed.comm.group import Comm, Group
 from threed.comm.lanes import Job
 from threed.devices import device_of
 from threed.features.zero.matrices import Member, Piece, UnitMatrices, members
+from threed.features.zero.turned import Turned
 from threed.features.zero.units import UnitState
 from threed.features.zero.updates import Due
 from threed.optim import step as optimizer
@@ -46,6 +47,7 @@ class MatrixRun:
 
     def __init__(self, config: Config, comm: Comm, states: Mapping[int, UnitState]):
         self.config, self.comm, self.states = config, comm, states
+        self.turned = Turned(comm.device)
         self._turns: dict[int, Turns] = {}  # by unit
 
     def exchange(self, instruction: Instruction, slots: Slots) -> Job:
@@ -69,7 +71,7 @@ class MatrixRun:
             update = turns.begin(by, gradient, config.turn_dtype, taken, twice)
             slots.put(Slot(SlotKind.UPDATE, unit), update)
         elif instruction.part == "turn":
-            turned = turns.turn(by(True), slots.get(Slot(SlotKind.MATRIX, unit)), taken, twice)
+            turned = turns.turn(by(True), slots.get(Slot(SlotKind.MATRIX, unit)), taken, twice, self.turned)
             slots.put(Slot(SlotKind.TURNED, unit), turned)
         elif taken:
             turns.end(by, slots.get(Slot(SlotKind.DIRECTION, unit)), twice)
@@ -136,8 +138,9 @@ class Turns:
         return _packed([made[piece.start - first:piece.stop - first]
                         for piece in _each(self.to_owners.gives)], made)
 
-    def turn(self, by: Update, came: torch.Tensor, taken: bool, twice: Twice | None) -> torch.Tensor:
-        """Turn the matrices that this rank owns. Returns what goes back."""
+    def turn(self, by: Update, came: torch.Tensor, taken: bool, twice: Twice | None,
+             sums: Turned) -> torch.Tensor:
+        """Turn the matrices that this rank owns. Returns what goes back. `sums`: to which they are added."""
         rank = self.group.rank()
         whole = {number: came.new_empty(each.shape) for number, each in enumerate(self.how.matrices)
                  if each.owner == rank}
@@ -151,6 +154,7 @@ class Turns:
                 if twice is not None:
                     twice(optimizer.differing([(turned, optimizer.turn(by, again))]))
                 whole[number] = turned
+                sums.add(optimizer.squares(by, turned), turned.numel())
         return _packed([_inside(whole[piece.matrix], piece).reshape(-1)
                         for piece in _each(self.back.gives)], came)
 

@@ -73,11 +73,12 @@ SISTERS = {
     "dp3": _mesh(2, 1, 1, "parallel.dp=3", "train.global_batch_size=6"),
     "dp2 pp2 zero2": _mesh(2, 1, 2, "zero.stage=2"),
     "tp2 pp2": _mesh(1, 2, 2),
+    "dp2 muon": _mesh(2, 1, 1, "optimizer.name=muon"),
     "dp2 ep2": _mesh(2, 1, 1, *MOE, "zero.stage=2"),
     "dp2 tp2 ep4 zero3": _mesh(2, 2, 1, *MOE, "parallel.sequence_parallel=true", "parallel.ep=4",
                                "zero.stage=3"),
 }
-EXPERTS = ["dp2 ep2", "dp2 tp2 ep4 zero3"]
+EXPERTS, MATRICES = ["dp2 ep2", "dp2 tp2 ep4 zero3"], ["dp2 muon"]  # with exchanges of rows, of matrices
 FIRST = "few tensors"  # the one whose saves are gone through call by call: they are the shortest
 ANY_MESH = ["dp2", "dp2 zero2", "dp2 zero3", "dp2 zero3 cpu", "dp2 zero3 nvme", "tp2", "pp2", "pp2 zb-h1",
             "dp2 pp2 zero2", "tp2 pp2"]

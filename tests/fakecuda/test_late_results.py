@@ -17,6 +17,7 @@ from threed.base.errors import RunError
 from threed.comm.group import Comm
 from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
+from threed.monitor.meter import Meter
 from threed.planner import make_mesh, make_plan
 from threed.program.analysis import Analysis
 from threed.schema import Config
@@ -165,6 +166,31 @@ def waits_by_step(config: Config) -> list[int]:
 def test_the_host_waits_for_nothing(more, fake_gpus):
     counts = fake_gpus.run(waits_by_step, tiny(*SMALL, *CHANGING, *more))
     assert counts[-1] == 0, counts
+
+
+def waits_of_reports(config: Config, sizes: bool) -> int:
+    """How often the host has waited in the last of some steps and its report. `sizes`: of updates, too."""
+    plan, waits = make_plan(config), ("synchronisations", "pageable", "blocking")
+
+    def work(comm: Comm) -> int:
+        engine, counts = Engine(Analysis(plan), comm), []
+        meter = Meter(config, Analysis(plan), comm, engine.arrivals,
+                      turned=engine.zero.matrices.turned if sizes else None)
+        for step in range(4):
+            meter.begin()
+            _, trace = engine.train_step(batches(config, comm, step))
+            values = meter.metrics(meter.report(trace, 1.0), 1.0)
+            assert bool(values.get("optimizer/update_rms")) == (sizes and step > 0)
+            counts.append(sum(count for name, count in shim.installed.counts().items()
+                              if any(word in name for word in waits)))
+        return counts[-1] - counts[-2]
+
+    return run_loopback(plan, make_mesh(config), work)[0]
+
+
+def test_the_host_waits_for_no_size_of_an_update(fake_gpus):
+    config = tiny(*SMALL, *CHANGING, "optimizer.name=muon")
+    assert fake_gpus.run(waits_of_reports, config, True) == fake_gpus.run(waits_of_reports, config, False)
 
 
 def failure_while_it_waits(config: Config) -> Any:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,12 +25,14 @@ from threed.engine.engine import Engine
 from threed.engine.loopback import run_loopback
 from threed.features.zero.boxes import boxes
 from threed.models.model import parameters
+from threed.monitor.meter import Meter
 from threed.optim.base import Update
 from threed.optim.registry import OPTIMIZERS, MatrixOptimizer
 from threed.planner import analyse, make_mesh, make_plan
 from threed.program.analysis import Analysis
 from threed.program.instruction import Op
 from threed.program.summary import stages
+from threed.program.trace import Trace
 from threed.schema import Config, OptimizerConfig
 
 LLAMA = ["optimizer.name=muon", "model.bias=false", "model.norm=rmsnorm", "model.activation=swiglu",
@@ -259,6 +262,67 @@ def test_shard_groups_change_no_bit():
                              "optimizer.clip_grad=0.5"), 3) for stage in (1, 2, 3)])
 
 
+# ---------------------------------------------------------------- metrics
+
+
+def metrics_of(config: Config, steps: int, look: Callable[[int, int, Trace], None] = lambda *_: None,
+               ) -> list[dict[str, float | None]]:
+    """Of each step. `look` is given (step, rank, trace)."""
+    plan = make_plan(config)
+
+    def work(comm: Comm) -> list[dict[str, float | None]]:
+        engine, out = Engine(Analysis(plan), comm), []
+        meter = Meter(config, Analysis(plan), comm, engine.arrivals, turned=engine.zero.matrices.turned)
+        for number in range(steps):
+            meter.begin()
+            _, trace = engine.train_step(batches(config, comm, number))
+            out.append(meter.metrics(meter.report(trace, 1.0), 1.0))
+            look(number, comm.rank, trace)
+        return out
+
+    return run_loopback(plan, make_mesh(config), work)[0]
+
+
+def sizes_of_updates(config: Config, steps: int) -> list[float]:
+    """The root of the mean square of what the matrices of a reference move by, over the learning rate."""
+    plain, found = reference.Reference(config), []
+    for number in range(steps):
+        before = {name: value.detach().clone() for name, value in plain.masters.items()}
+        plain.run(1, number)
+        moved = [(value.detach() - before[name]).flatten() for name, value in plain.masters.items()
+                 if reference.rows_of_matrices(config, name, value.shape)]
+        found.append(float(torch.cat(moved).double().square().mean().sqrt()) / config.optimizer.lr)
+    return found
+
+
+@pytest.mark.parametrize("scale", ["match_rms_adamw", "original"])
+@pytest.mark.parametrize("mesh", [[], ["parallel.dp=4", "zero.shard_size=2", "zero.stage=1"],
+                                  ["parallel.dp=2", "parallel.tp=2", "parallel.pp=2", "zero.stage=3"]])
+def test_the_size_of_updates_is_a_metric(mesh, scale):
+    """Equal on all meshes: each owner adds its matrices."""
+    config = tiny(*LLAMA, FP32, *NO_DECAY, f"optimizer.turn_scale={scale}", *mesh)
+    got = [each["optimizer/update_rms"] for each in metrics_of(config, 3)]
+    want = sizes_of_updates(config, 3)
+    if got[0] is None:  # of the step before: the device works behind the host
+        got, want = got[1:], want[:-1]
+    assert got == pytest.approx(want, rel=1e-3)
+    assert scale == "original" or all(0.1 < each < 0.25 for each in want)
+
+
+def test_the_time_of_turns_is_a_metric():
+    """That of the rank that turns longest. (`metrics_of` asks each trace.)"""
+    config, took = tiny(*LLAMA, "parallel.dp=2", "zero.stage=1"), dict[tuple[int, int], float]()
+    program = make_plan(config).programs["train"][0]
+
+    def look(number: int, rank: int, trace: Trace) -> None:
+        took[number, rank] = sum(end - start for item, start, end in
+                               zip(program, trace.started, trace.ended, strict=True) if item.part == "turn")
+
+    values = [each["optimizer/turn_s"] for each in metrics_of(config, 3, look)]
+    most = [max(took[number, rank] for rank in range(2)) for number in range(3)]
+    assert values in (most, [most[0], *most[:-1]]) and min(most) > 0
+
+
 # ---------------------------------------------------------------- what is sent
 
 
@@ -322,8 +386,8 @@ def test_a_skipped_step_changes_nothing(overrides):
     config = tiny(*LLAMA, "parallel.dp=2", "train.on_nonfinite=skip", *overrides)
     plan = make_plan(config)
 
-    def work(comm: Comm) -> tuple[list[bool], list[bool], Counter[Op]]:
-        engine, seen = Engine(Analysis(plan), comm), Counter[Op]()
+    def work(comm: Comm) -> tuple[list[bool], list[bool], list[bool], Counter[Op]]:
+        engine, seen, turned_ = Engine(Analysis(plan), comm), Counter[Op](), list[bool]()
         clip, steps, same = engine.handlers[Op.CLIP], itertools.count(), []
 
         def handle(instruction, slots):
@@ -340,11 +404,13 @@ def test_a_skipped_step_changes_nothing(overrides):
             finite.append(engine.train_step(batches(config, comm, number))[0].finite)
             same.append(all(torch.equal(one, other) for unit, state in engine.states.items()
                             for one, other in zip(before[unit], state.kept().values(), strict=True)))
-        return finite, same, seen
+            turned_.append(engine.zero.matrices.turned.take()[1] > 0)
+        return finite, same, turned_, seen
 
     turning = sum(1 for unit in plan.table.parameters.values() if unit.turning)
-    for finite, same, seen in run_loopback(plan, make_mesh(config), work):
+    for finite, same, turned_, seen in run_loopback(plan, make_mesh(config), work):
         assert finite == [True, False, True] and same == [False, True, False]
+        assert turned_ in (finite, [False, *finite[:-1]])  # of the step before, on a GPU
         assert seen[Op.EXCHANGE] == 3 * 2 * turning
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 import threed
 from tests.layouts import H100, QUIET, TOY, full_s, searched, short_s
+from threed.features.zero import matrices
 from threed.layout_search.best_first import Search
 from threed.layout_search.bounds import Bounds
 from threed.layout_search.helps import helps
@@ -13,6 +16,7 @@ from threed.layout_search.layout import Layout, config_of
 from threed.layout_search.request import ask
 from threed.layout_search.short_plan import ShortPlans
 from threed.layout_search.space import NO_MEMORY
+from threed.planner import facts, owners
 from threed.prediction.hardware import Hardware
 from threed.schedules.orders import SCHEDULES
 
@@ -161,3 +165,29 @@ def test_own_layers():
         config = asked.config(found.layout)
         config.train.eval_every = config.checkpoint.every = 0
         assert found.step_s == pytest.approx(full_s(config, H100), rel=0.02), found.layout
+
+
+def test_owners_are_dealt_once(monkeypatch: pytest.MonkeyPatch):
+    """A search asks at each plan who owns the matrices of a position: those of the same units, laid out
+    in the same way, are dealt to the same ranks once."""
+    plans, deals = Counter[str](), list[list[object]]()
+
+    def with_owners(*about):
+        plans["made"] += 1
+        return owners.with_owners(*about)
+
+    def members(*about):
+        ranks = matrices.members(*about)
+        deals.append([tuple((*each.place.items(), each.shard) for each in ranks)])
+        return ranks
+
+    def unit_matrices(laid, *about):
+        deals[-1].append(laid)
+        return matrices.UnitMatrices(laid, *about)
+
+    monkeypatch.setattr(facts, "with_owners", with_owners)
+    monkeypatch.setattr(owners, "members", members)
+    monkeypatch.setattr(owners, "UnitMatrices", unit_matrices)
+    searched(4, "optimizer.name=muon", "parallel.tp=1", "train.global_batch_size=16")
+    different = {(ranks, *map(id, units)) for ranks, *units in deals}
+    assert len(different) == len(deals) < plans["made"]

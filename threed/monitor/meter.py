@@ -8,6 +8,7 @@ So a step has one call, whatever the number of ranks, some 250 bytes for each ra
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -21,6 +22,7 @@ from threed.base.mesh import AXES, FOLDS, shown
 from threed.comm.group import Comm
 from threed.devices import device_of
 from threed.features.travel.arrivals import Arrivals
+from threed.features.zero.turned import Turned
 from threed.models.model import model_flops
 from threed.monitor.attribute import BESIDE, CAUSES, PARTS, WAITED, attribute, beside, parts, unused
 from threed.monitor.spread import COLUMNS, Spread
@@ -34,6 +36,7 @@ from threed.schema import Config
 
 HEAD = ("step_s", "compute_s", "memory", *(f"sent_{axis}" for axis in (*AXES, *FOLDS)), *PARTS, *COLUMNS)
 OF_OFFLOAD = (*BESIDE, WAITED)  # behind HEAD, where something is offloaded
+OF_TURNS = ("turn_s", "squares", "turned")  # behind these, where matrices are turned
 COSTED = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.STEP)
 
 
@@ -85,6 +88,7 @@ class Meter:
     comm: Comm
     arrivals: Arrivals
     writers: Sequence[Writer] = ()
+    turned: Turned | None = None  # None: no matrices are
     stragglers: Stragglers = field(init=False)
     spread: Spread = field(default_factory=Spread)
     _sent: dict[str, int] = field(default_factory=dict)
@@ -140,6 +144,8 @@ class Meter:
                 *(float(getattr(self.arrivals, each)) for each in COLUMNS)]
         if self._offloaded:
             head += beside(trace, self._lanes(trace.name)).values()
+        if self.turned is not None:
+            head += (_turn_s(trace, program), *self.turned.take())
         for writer in self.writers:
             head += writer.row()
         own = _seconds(trace, program, max(len(table.units) - 1, *table.parameters) + 1)
@@ -192,6 +198,11 @@ class Meter:
         if offloaded := self._offloaded:
             values |= {f"offload/{lane}_s": float(step.column(lane).mean()) for lane in offloaded}
             values["offload/waited_s"] = float(step.column(WAITED).mean())
+        if self.turned is not None:
+            turn_s, squares, elements = (step.column(each) for each in OF_TURNS)
+            values["optimizer/turn_s"] = float(turn_s.max())
+            values["optimizer/update_rms"] = (math.sqrt(squares.sum() / elements.sum()) if elements.any()
+                                              else None)
         values["memory/peak_bytes"] = float(step.column("memory").max())
         if self._excluded_s:
             values["perf/apart_s"], self._excluded_s = self._excluded_s, 0.0
@@ -206,7 +217,7 @@ class Meter:
 
     @cached_property
     def _columns(self) -> tuple[str, ...]:
-        more = OF_OFFLOAD if self._offloaded else ()
+        more = (OF_OFFLOAD if self._offloaded else ()) + (OF_TURNS if self.turned is not None else ())
         return (*HEAD, *more, *(name for writer in self.writers for name in writer.columns))
 
     @cached_property
@@ -249,6 +260,10 @@ def _seconds(trace: Trace, program: Sequence[Instruction], width: int) -> torch.
     for which, (seconds, count) in spent.items():
         means[which], ones[which] = seconds / count, 1.0
     return torch.tensor([means, ones], dtype=torch.float64).view(2, len(COSTED), width)
+
+
+def _turn_s(trace: Trace, program: Sequence[Instruction]) -> float:
+    return sum(took for item, took in zip(program, trace.took(), strict=True) if item.part == "turn")
 
 
 def _mean(values: list[float]) -> float:

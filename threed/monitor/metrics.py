@@ -65,6 +65,11 @@ METRICS = (
     _row(_each("offload/", (*BESIDE, WAITED), "_s"), "s", "where something is offloaded: in which each lane "
          "that the plan has worked in the step, beside the computation, and in which the computation waited "
          "for any of them; means of all ranks"),
+    _row("optimizer/update_rms", "", "with muon or polar: root of the mean square of the step of all "
+         "matrices, by the learning rate and without decay: about 0.2 with `match_rms_adamw`; null where "
+         "there is no step. On a GPU that of the step before"),
+    _row("optimizer/turn_s", "s", "with muon or polar: in which the rank that did so longest turned its "
+         "matrices"),
     _row("moe/imbalance moe/load_max", "", "with experts: the most rows of a rank, and of one expert, in an "
          "exchange of the step, over those of balanced experts"),
     _row("moe/room", "", "how often in the step, over all ranks, more rows came than `model.moe_room` plans "

@@ -132,7 +132,10 @@ class MatrixOptimizer(AnyOptimizer, ABC):
 
     def end(self, view: View, turned: Tensor, by: Update) -> None:
         """Step a range of fp32 weights, [n], by what was turned, [n] in optimizer.turn_dtype."""
-        rows, columns = by.shape
-        scale = (0.2 * math.sqrt(max(rows, columns)) if by.config.turn_scale == "match_rms_adamw"
-                 else math.sqrt(max(1, rows / columns)))
+        scale = self.scale(*by.shape, by.config)
         view.weight.mul_(1 - by.lr * by.weight_decay).add_(turned, alpha=-by.lr * scale)
+
+    def scale(self, rows: int, columns: int, config: OptimizerConfig) -> float:
+        """By what `end` multiplies what was turned, besides the learning rate."""
+        return (0.2 * math.sqrt(max(rows, columns)) if config.turn_scale == "match_rms_adamw"
+                else math.sqrt(max(1, rows / columns)))

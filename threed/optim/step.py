@@ -95,6 +95,13 @@ def turn(by: Update, matrix: torch.Tensor) -> torch.Tensor:
     return _turning(by).turn(matrix, by)
 
 
+def squares(by: Update, turned: torch.Tensor) -> torch.Tensor:
+    """The sum of the squares of a turned matrix's step at a learning rate of 1, without decay: fp64, []."""
+    rows, columns = turned.shape
+    scale = _turning(by).scale(rows, columns, by.config)
+    return (torch.linalg.vector_norm(turned, dtype=torch.float32).double() * scale).square()
+
+
 def differing(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
     """How many elements of two computations of the same differ."""
     return torch.stack([((one != other) & ~(one.isnan() & other.isnan())).sum()

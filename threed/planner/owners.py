@@ -13,11 +13,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from threed.base.mesh import FOLDS, OWNERS, Mesh
+from threed.base.mesh import FOLDS, OWNERS, Mesh, axes_of
 from threed.base.quantity import BYTES
+from threed.base.remember import remembered
 from threed.features.zero.matrices import Member, UnitMatrices, members
 from threed.features.zero.shard import FlatLayout
 from threed.optim.registry import turning
+from threed.planner.unit_kinds import depends_on
 from threed.program.entries import Matrix, ParameterUnit, Turning
 from threed.schema import Config
 
@@ -46,6 +48,14 @@ class _Held(NamedTuple):
     gets: list[Counter[int]]
 
 
+def _about(config: Config, mesh: Mesh, group: str, layouts: Mapping[int, FlatLayout]) -> object:
+    """What a deal depends on: on the ranks of a position, not on how many positions there are."""
+    inner = tuple((axis, mesh.sizes[axis]) for axis in mesh.order if axis not in axes_of("stages"))
+    return (depends_on(config), inner, mesh.shard_size, tuple(mesh.folds.items()), repr(config.optimizer),
+            group, tuple(layouts))
+
+
+@remembered(_about)
 def _dealt(config: Config, mesh: Mesh, group: str,
            layouts: Mapping[int, FlatLayout]) -> dict[int, Turning]:
     optimizer = turning(config.optimizer.name)

@@ -112,7 +112,8 @@ def uneven(table: Table) -> dict[int, int]:
 
 @remembered(lambda *about: about)
 def _known_prices(*_: object) -> dict[tuple, float]:
-    """Prices of compute units on a machine, by op and unit: plans of one model share them."""
+    """Prices on a machine, of compute units by op and unit or of turns by shape: plans of one model share
+    them."""
     return {}
 
 
@@ -125,7 +126,7 @@ class _Compute:
         self.sequence_parallel = plan.config is not None and plan.config.parallel.sequence_parallel
         self.prices = Prices(hardware, plan.table.elements.param, _ranks_of_node(plan, hardware))
         self.travel, self.places, self.config = Travel(hardware), _places(plan, hardware), plan.config
-        self._prices_of_turns: dict[int, Prices] = {}  # by bytes of an element
+        self._steps: dict[int, dict[str, float]] = {}  # unit whose matrices are turned -> by part of its step
         self._known = _known_prices(hardware, plan.table.elements.param, self.sequence_parallel, tuple(
             (axis, *vars(self.places[axis]).values())
             for axis in (*axes_of("tokens"), *axes_of("parameters"))))
@@ -194,7 +195,9 @@ class _Compute:
         """STEP reads gradient, master and buffers, and writes master, buffers and the parameter."""
         table = self.table
         if (way := table.parameters[index].turning) is not None:
-            parts = self._parts(index, way)  # (a run measures the mean of the three)
+            if index not in self._steps:
+                self._steps[index] = self._parts(index, way)
+            parts = self._steps[index]  # (a run measures the mean of the three)
             return parts[part] if part else sum(parts.values()) / len(parts)
         numel, home = table.shards.numel(index), table.parameters[index].state_home
         size = numel * (2 * table.shards.state_bytes(Tier.HOST, index) + table.elements.grad
@@ -205,21 +208,27 @@ class _Compute:
         """Of the parts of a step that turns matrices. The owner that has most to do in all units of a
         position is that much busier in each."""
         optimizer = self.config.optimizer if self.config is not None else OptimizerConfig("muon")
-        numel, turner = self.table.shards.numel(index), turning(optimizer.name)
-        assert turner is not None
+        numel = self.table.shards.numel(index)
         state = sum(BYTES[buffer.dtype] for buffer in self.table.shards.buffers(index))
         begun = numel * (2 * state + self.table.elements.grad + 3 * way.element)
         home = self.table.parameters[index].state_home
         away = home != Tier.DEVICE
         ended = numel * (2 * self.table.shards.state_bytes(home, index) - 2 * state + way.element
                          + 2 * self.table.shards.param_bytes(index))
-        prices = self._prices_of_turns.setdefault(way.element, Prices(self.hardware, way.element))
         shapes = Counter(each.shape for each in way.matrices)
-        whole = sum(count * prices.product(m, n, k) for shape, count in shapes.items()
-                    for m, n, k in turner.products(*shape, optimizer))
+        whole = sum(count * self._turn(optimizer, way.element, shape) for shape, count in shapes.items())
         return {"begin": self.prices.update(begun, away, _STEP_KERNELS),
                 "turn": whole * way.busiest / way.ranks + self.prices.moved(4 * way.owned * way.element),
                 "end": self.prices.update(ended, away, _STEP_KERNELS)}
+
+    def _turn(self, optimizer: OptimizerConfig, element: int, shape: tuple[int, int]) -> float:
+        """Of one matrix. Matrices are of few shapes, on all layouts."""
+        known = _known_prices(self.hardware, element, repr(optimizer))
+        if shape not in known:
+            turner, prices = turning(optimizer.name), Prices(self.hardware, element)
+            assert turner is not None
+            known[shape] = sum(prices.product(*each) for each in turner.products(*shape, optimizer))
+        return known[shape]
 
     def added(self, size: int) -> float:
         """Seconds in which the host adds so many bytes to a gradient: it reads both and writes the sum."""

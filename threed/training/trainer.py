@@ -22,6 +22,7 @@ from threed.engine.verify import Verifier
 from threed.engine.watch import Watch
 from threed.monitor.log import Log
 from threed.monitor.meter import Meter
+from threed.optim.registry import turning
 from threed.program.names import EVALUATE
 from threed.program.plan import Plan
 from threed.schema import Config
@@ -64,8 +65,9 @@ class Trainer:
         self._requests, self.agreement = requests, Agreement(requests)
         self.verifier = Verifier(engine)
         self.checkpoints = Checkpoints(self.config, engine, watch, log, resumed, self._saved)
+        turned = engine.zero.matrices.turned if turning(self.config.optimizer.name) is not None else None
         self.meter = Meter(self.config, engine.analysis, self.comm, engine.arrivals,
-                           (self.agreement, self.checkpoints))
+                           (self.agreement, self.checkpoints), turned)
         self.skipped = Skipped(engine, self.checkpoints, self.say, resumed.manifest.skipped)
         self.samples: int = resumed.manifest.samples  # of the training split, so far
         self.tokens = tokens_seen(resumed.manifest)  # of them; the length of samples may change

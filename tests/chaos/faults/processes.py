@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from tests.chaos.faults import kind
-from tests.chaos.sister import EXPERTS, STEPS, Sister, in_ranks, patch
+from tests.chaos.sister import EXPERTS, MATRICES, STEPS, Sister, in_ranks, patch
 from tests.chaos.trial import Fault, Instant, Trial, send
 from threed.engine.engine import Engine
 from threed.features.travel.run import TravelRun
+from threed.features.zero.turns import MatrixRun
 from threed.program.instruction import Instruction, Op, Slot
 from threed.program.slots import Slots
 from threed.program.trips import Trip
@@ -127,26 +128,46 @@ def kill_at_instruction(trial: Trial) -> Fault:
 
 @kind("kill in an exchange", 3, EXPERTS)
 def kill_in_exchange(trial: Trial) -> Fault:
-    """Of rows of experts: before the rank's own call, or while that is under way."""
+    """Of rows of experts."""
+    def about(run: TravelRun, trip: Trip, op: Op, group: Any, *_: Any) -> tuple[str, str, Any]:
+        return trip.source.kind, f"EXCHANGE {trip.source}", group
+
+    kinds = ("counts", "routed", "answers", "greturned", "garrived")
+    return _kill_in_exchange(trial, trial.rng.choice(kinds), (TravelRun, "_taken"), about)
+
+
+@kind("kill in an exchange of matrices", 2, MATRICES)
+def kill_in_exchange_of_matrices(trial: Trial) -> Fault:
+    """On their way to owners, or back."""
+    def about(run: MatrixRun, instruction: Instruction, slots: Slots) -> tuple[str, str, Any]:
+        return instruction.kind, str(instruction), run.comm.groups[instruction.group]
+
+    return _kill_in_exchange(trial, trial.rng.choice(("update", "turned")), (MatrixRun, "exchange"), about)
+
+
+def _kill_in_exchange(trial: Trial, kind: str, method: tuple[type, str],
+                      about: Callable[..., tuple[str, str, Any]]) -> Fault:
+    """Before a rank's own call, or while that is under way. `method`: makes the call; `about`: the kind of
+    what is exchanged, its text and the group, of what the method is given."""
     rng = trial.rng
     rank, step, inside = rng.randrange(trial.size), rng.randrange(STEPS), rng.random() < 0.5
-    kind = rng.choice(["counts", "routed", "answers", "greturned", "garrived"])
 
     def taken(original: Callable[..., Any]) -> Callable[..., Any]:
-        def take(self: TravelRun, trip: Trip, op: Op, group: Any, *others: Any) -> Any:
-            here = step_of[0] == step and self.comm.rank == rank and trip.source.kind == kind
+        def take(self: Any, *given: Any) -> Any:
+            now, text, group = about(self, *given)
+            here = step_of[0] == step and self.comm.rank == rank and now == kind
             if not here or trial.marker.exists():
-                return original(self, trip, op, group, *others)
+                return original(self, *given)
 
             def die(*_: Any) -> None:
-                trial.strike(f"EXCHANGE {trip.source}")
+                trial.strike(text)
                 os.kill(os.getpid(), signal.SIGKILL)
 
             if not inside:
                 die()
             exchange = group._exchange
             group._exchange = lambda *given: die(exchange(*given))
-            return original(self, trip, op, group, *others)
+            return original(self, *given)
 
         return take
 
@@ -160,7 +181,7 @@ def kill_in_exchange(trial: Trial) -> Fault:
     step_of = [-1]  # that is under way
 
     def hook(_: int) -> None:
-        patch(TravelRun, "_taken", taken)
+        patch(method[0], method[1], taken)
         patch(Engine, "train_step", trained)
 
     return Fault(f"SIGKILL of rank {rank} in step {step + 1}, {'inside' if inside else 'before'} an exchange "

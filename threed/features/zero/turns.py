@@ -20,6 +20,7 @@ from threed.comm.group import Comm, Group
 from threed.comm.lanes import Job
 from threed.devices import device_of
 from threed.features.zero.matrices import Member, Piece, UnitMatrices, members
+from threed.features.zero.turned import Turned
 from threed.features.zero.units import UnitState
 from threed.features.zero.updates import Due
 from threed.optim import step as optimizer
@@ -47,6 +48,7 @@ class MatrixRun:
 
     def __init__(self, config: Config, comm: Comm, table: Table, states: Mapping[int, UnitState]):
         self.config, self.comm, self.table, self.states = config, comm, table, states
+        self.turned = Turned(comm.device)
         self._turns: dict[int, Turns] = {}  # by unit
 
     def exchange(self, instruction: Instruction, slots: Slots) -> Job:
@@ -69,7 +71,7 @@ class MatrixRun:
             return Update(config, due.lr, due.update, decay, due.clipped.scale)
 
         if part == "turn":
-            turned = turns.turn(by(True), slots.get(Slot(SlotKind.MATRIX, unit)), taken, twice)
+            turned = turns.turn(by(True), slots.get(Slot(SlotKind.MATRIX, unit)), taken, twice, self.turned)
             slots.put(Slot(SlotKind.TURNED, unit), turned)
             return None
         if part == "begin":
@@ -161,8 +163,9 @@ class Turns:
         storage = self.state.optimizer_state.storage
         return storage.host_matrices.take(numel, dtype), storage.packing.view(dtype)[:numel]
 
-    def turn(self, by: Update, came: torch.Tensor, taken: bool, twice: Twice | None) -> torch.Tensor:
-        """Turn the matrices that this rank owns. Returns what goes back."""
+    def turn(self, by: Update, came: torch.Tensor, taken: bool, twice: Twice | None,
+             sums: Turned) -> torch.Tensor:
+        """Turn the matrices that this rank owns. Returns what goes back. `sums`: to which they are added."""
         rank = self.group.rank()
         whole = {number: came.new_empty(each.shape) for number, each in enumerate(self.how.matrices)
                  if each.owner == rank}
@@ -176,6 +179,7 @@ class Turns:
                 if twice is not None:
                     twice(optimizer.differing([(turned, optimizer.turn(by, again))]))
                 whole[number] = turned
+                sums.add(optimizer.squares(by, turned), turned.numel())
         return _packed([_inside(whole[piece.matrix], piece).reshape(-1)
                         for piece in _each(self.back.gives)], came)
 

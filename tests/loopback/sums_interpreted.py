@@ -6,14 +6,18 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
 import torch
 
-from tests.harness import Ranks, loopback, tiny
+from tests.harness import Ranks, batches, loopback, tiny
+from threed.comm.group import Comm
+from threed.schema import Config
+from threed.tensor import pieces
+from threed.tensor.context import Batch
 from threed.tensor.fused import Fused
 from threed.tensor.pieces import DropOf, Kernels, Normed, Separate, Statistics
 
@@ -156,3 +160,14 @@ def a_run(overrides: Sequence[str]) -> tuple[Ranks, Counter[str]]:
     """A step by the interpreted kernels; which were called."""
     with sums_on_cpu() as calls:
         return loopback(tiny(*overrides, "model.fused=auto"), 1), Counter(calls)
+
+
+def again(config: Config, comm: Comm, step: int) -> Callable[[int], Batch]:
+    """The same batch in each step: a model learns it."""
+    return batches(config, comm, 0)
+
+
+def a_curve(overrides: Sequence[str], steps: int) -> Ranks:
+    """Steps by the interpreted kernels, whose sums have two strips: a program takes the interpreter long."""
+    with sums_on_cpu(), mock.patch.object(pieces, "strips", lambda width, tokens, whole: min(2, tokens)):
+        return loopback(tiny(*overrides, "model.fused=auto"), steps, data=again)

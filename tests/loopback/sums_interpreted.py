@@ -98,11 +98,25 @@ DROPPED = [None, DropOf(0.25, (3, "here"), torch.tensor([5, 2**40]), ((range(3, 
 
 
 def ends(dtype: torch.dtype) -> None:
-    """Each combination of part, bias, dropout and norm, in both directions; a token's numbers fill a block,
-    or one more does not fit, or it is one number."""
+    """A token's numbers fill a block, or one more does not fit, or it is one number."""
+    CALLS.clear()
+    compare_ends(dtype, 16, 33, 1)
+    assert CALLS["ended_backward"] and not CALLS["columns"]
+
+
+def wide_ends(dtype: torch.dtype) -> None:
+    """Tokens so wide that no program of backward has all of their numbers."""
+    CALLS.clear()
+    with mock.patch.object(pieces, "WHOLE", 8), mock.patch.object(pieces, "strips", lambda *_: 3):
+        compare_ends(dtype, 300)
+    assert CALLS["columns"] > CALLS["means"] > 0 and not CALLS["ended_backward"]
+
+
+def compare_ends(dtype: torch.dtype, *widths: int) -> None:
+    """Each combination of part, bias, dropout and norm, in both directions."""
     seq, batch, number = 7, 2, 0
     for width, drop, has_part, has_bias, has_norm in itertools.product(
-            (16, 33, 1), DROPPED, (True, False), (True, False), (True, False)):
+            widths, DROPPED, (True, False), (True, False), (True, False)):
         if (not has_part and (drop or has_bias)) or not (has_part or has_norm):
             continue
         number += 1

@@ -24,7 +24,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 @needs_triton
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("piece", ["gelus", "joins", "ends", "rows"])
+@pytest.mark.parametrize("piece", ["gelus", "joins", "ends", "wide_ends", "rows"])
 def test_numbers(run, piece, dtype):
     run(getattr(sums_interpreted, piece), dtype)
 

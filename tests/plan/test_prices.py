@@ -22,6 +22,7 @@ from threed.prediction.step import predicted_step
 from threed.program.analysis import Analysis
 from threed.program.instruction import COMPUTE, Op
 from threed.program.simulate import predict
+from threed.spec.kernels import WHOLE, WIDEST, Moved
 
 GB = 1e9
 
@@ -116,6 +117,25 @@ def test_graphs_save_launches(tp):
     without, with_graphs = (step_s("h100-sxm", graphs, *large) for graphs in (False, True))
     assert 0.995 * without < with_graphs <= without
     assert len({step_s("cpu-core", graphs, short) for graphs in (False, True)}) == 1
+
+
+@pytest.mark.parametrize("width", [4096, 12288, 16384, 20480])
+def test_wide_norms(width):
+    """Pieces move less than separate operations, also where tokens are so wide that a norm's backward reads
+    them twice. The widest norms are separate operations."""
+    def moved(fused: str) -> list[Moved]:
+        plan = make_plan(load(None, [f"model.hidden={width}", "model.heads=32", "model.layers=1",
+                                     "model.seq_len=4096", "precision.dtype=bf16", "run.device=auto",
+                                     f"model.fused={fused}"]))
+        return [kernel for kernel in plan.table.units[1].kernels if isinstance(kernel, Moved)]
+
+    fused, off = moved("auto"), moved("off")
+    assert sum(each.forward + each.backward for each in fused) < 0.75 * sum(each.forward + each.backward
+                                                                             for each in off)
+    (norm,) = (each for each in fused if each.what == "blocks.0.attention_norm")
+    assert norm.fused == (width <= WIDEST)
+    if norm.fused:
+        assert norm.kernels == (1, 4 + (width > WHOLE))
 
 
 def test_a_devices_memory_has_more_than_the_plan():

@@ -61,8 +61,9 @@ def transferred(plan: Plan, hardware: Hardware, run: Plan, costs: Costs) -> Tran
 
     def cost(position: int, instruction: Instruction) -> float:
         seconds = scaled.get((position, instruction.op, instruction.unit))
-        priced = seconds is None or on_host(instruction, plan.table)
-        return here(position, instruction) if priced else seconds
+        if seconds is None or on_host(instruction, plan.table):
+            return here(position, instruction)
+        return seconds
 
     return Transferred(cost, same / total if total else 1.0, min(factors), max(factors))
 

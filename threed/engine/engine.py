@@ -84,7 +84,7 @@ class Engine:
         self.activation = activation = ActivationRun(comm, table, shared, dtype, stream)
         self.pipeline = PipelineRun(comm, table, layers, context, stream, keeping, activation)
         if self.graphs is not None:
-            self.pipeline.runner = self.graphs
+            self.pipeline.runner = self.zero.updater = self.graphs
         travel = TravelRun(comm, table)
         self.arrivals = travel.arrivals
         sharing = [self.zero.handlers(), activation.handlers(), travel.handlers()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 
@@ -12,6 +13,7 @@ from tests.loopback.test_graphs import GRAPHS, OFFLOADED, SETTINGS, STEPS
 from threed.devices import cuda
 from threed.engine.graphs import UPDATES, GraphRun
 from threed.optim.adamw import AdamW
+from threed.optim.base import Update, View
 from threed.planner import make_plan
 from threed.program.instruction import Tier
 from threed.schema import Config
@@ -81,7 +83,11 @@ def test_numbers_of_another_step(fake_gpus):
 
 
 def an_optimizer_that_waits() -> None:
-    AdamW.update_all = lambda self, views, by: views[0].weight.sub_(by.device.lr.item())
+    def update_all(self: AdamW, views: Sequence[View], by: Update) -> None:
+        assert by.device is not None
+        views[0].weight.sub_(by.device.lr.item())
+
+    AdamW.update_all = update_all
     loopback(tiny(GRAPHS), STEPS)
 
 

@@ -78,7 +78,7 @@ class Engine:
                           config.data.document_mask and attention(config, comm.device) == "varlen",
                           config.train.seed, comm.device, comm.mesh.tokens_of(comm.here), config.by_heads,
                           config.parallel.cp_order)
-        self.places = context.places
+        self.places, self.fused = context.places, context.fused
         layers = built(config, table, table.units_of(position), context, parameters)
         stream, keeping = streams(config, table, context), partial(_keeping, table, self.states, self.saving)
         self.activation = activation = ActivationRun(comm, table, shared, dtype, stream)

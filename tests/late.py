@@ -93,6 +93,10 @@ def _spoiling(engine: Engine, handler: Callable) -> Callable:
             slot, state = Slot("param", unit), engine.states[unit]
             if state.part.unit.whole and state.part.unit.weight_home == Tier.DEVICE:
                 kept = slice(*state.part.owned)  # the rank's own part is what it gathers from
+        elif instruction.part == "begin":
+            slot = Slot("update", unit, tier=Tier.HOST)
+        elif instruction.op == Op.OFFLOAD and instruction.kind == "direction":
+            slot = instruction.slot.below
         elif instruction.op == Op.STEP:
             slot = engine.plan.table.shards.weight(unit).on(Tier.HOST)
             kept = slice(0, None if slot == engine.plan.table.shards.weight(unit) else 0)

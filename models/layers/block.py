@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from threed.models.layers.base import Layer, Out
 from threed.models.layers.parts import Column, Row, keeps, replaced
 from threed.models.layers.residual import Dropout, Norm, added
-from threed.spec.kernels import Moved, partial_sums
+from threed.spec.kernels import WHOLE, Moved, partial_sums
 from threed.spec.parameter import SEQUENCE, Cost, Saved, Share, Tile
 
 if TYPE_CHECKING:
@@ -133,8 +133,9 @@ class Branch(Layer):
             return partial_sums(model.hidden, tokens, whole, count) if count else 0
 
         learns = 2 * self.norm.learns
-        norm = Moved(self.norm.name, 2 * stream, 4 * stream + partial(True, learns),
-                     (1, 2 + 2 * self.norm.learns), "norm", fused=True)
+        again = model.hidden > WHOLE  # backward reads the stream and the norm's gradient for sums of a token
+        norm = Moved(self.norm.name, 2 * stream, (4 + 2 * again) * stream + partial(True, learns),
+                     (1, 2 + again + 2 * self.norm.learns), "norm", fused=True)
         backward = (2 if drops else int(sums)) * stream + partial(drops, sums)
         end = Moved("end of the branch", 3 * stream, backward, (1, (drops or sums) + sums), fused=True)
         if followed:

@@ -28,6 +28,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from threed.base.mesh import Mesh
 from threed.engine.loopback import ThreadGroup, World
+from threed.spec.kernels import WIDEST
 from threed.tensor import fused_loss
 from threed.tensor.documents import rotate_at
 from threed.tensor.fused import Body, Fused
@@ -39,6 +40,7 @@ GPU = types.SimpleNamespace(name="NVIDIA H100 80GB HBM3", major=9, minor=0, mult
                             max_threads_per_block=1024, warp_size=WARP, total_memory=80 << 30)
 # Of Llama 3 8B
 TOKENS, HIDDEN, INNER, HEADS, HEAD, VOCAB = 8192, 4096, 14336, 32, 128, 128256
+WIDE = (8192, WIDEST)  # of powers of two, which GPT-3's 12,288 numbers lie between
 
 
 class Kernel(NamedTuple):
@@ -135,6 +137,7 @@ def sums(dtype: torch.dtype) -> dict[str, tuple[Callable[[], object], Callable[[
         "bias and sum": ended(HIDDEN, None, False),
         "bias, sum, layer norm": ended(HIDDEN, None),
         "bias, dropout, sum, layer norm": ended(HIDDEN, drop),
+        **{f"the same, {width} wide": ended(width, drop) for width in WIDE},
         "rows of a table": (lambda: None, lambda: kernels.add_rows(table, ids, drawn(rows, 1, HIDDEN)))}
 
 

@@ -6,14 +6,18 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
 import torch
 
-from tests.harness import Ranks, loopback, tiny
+from tests.harness import Ranks, batches, loopback, tiny
+from threed.comm.group import Comm
+from threed.schema import Config
+from threed.tensor import pieces
+from threed.tensor.context import Batch
 from threed.tensor.fused import Fused
 from threed.tensor.pieces import DropOf, Kernels, Normed, Separate, Statistics
 
@@ -94,11 +98,25 @@ DROPPED = [None, DropOf(0.25, (3, "here"), torch.tensor([5, 2**40]), ((range(3, 
 
 
 def ends(dtype: torch.dtype) -> None:
-    """Each combination of part, bias, dropout and norm, in both directions; a token's numbers fill a block,
-    or one more does not fit, or it is one number."""
+    """A token's numbers fill a block, or one more does not fit, or it is one number."""
+    CALLS.clear()
+    compare_ends(dtype, 16, 33, 1)
+    assert CALLS["ended_backward"] and not CALLS["columns"]
+
+
+def wide_ends(dtype: torch.dtype) -> None:
+    """Tokens so wide that no program of backward has all of their numbers."""
+    CALLS.clear()
+    with mock.patch.object(pieces, "WHOLE", 8), mock.patch.object(pieces, "strips", lambda *_: 3):
+        compare_ends(dtype, 300)
+    assert CALLS["columns"] > CALLS["means"] > 0 and not CALLS["ended_backward"]
+
+
+def compare_ends(dtype: torch.dtype, *widths: int) -> None:
+    """Each combination of part, bias, dropout and norm, in both directions."""
     seq, batch, number = 7, 2, 0
     for width, drop, has_part, has_bias, has_norm in itertools.product(
-            (16, 33, 1), DROPPED, (True, False), (True, False), (True, False)):
+            widths, DROPPED, (True, False), (True, False), (True, False)):
         if (not has_part and (drop or has_bias)) or not (has_part or has_norm):
             continue
         number += 1
@@ -156,3 +174,14 @@ def a_run(overrides: Sequence[str]) -> tuple[Ranks, Counter[str]]:
     """A step by the interpreted kernels; which were called."""
     with sums_on_cpu() as calls:
         return loopback(tiny(*overrides, "model.fused=auto"), 1), Counter(calls)
+
+
+def again(config: Config, comm: Comm, step: int) -> Callable[[int], Batch]:
+    """The same batch in each step: a model learns it."""
+    return batches(config, comm, 0)
+
+
+def a_curve(overrides: Sequence[str], steps: int) -> Ranks:
+    """Steps by the interpreted kernels, whose sums have two strips: a program takes the interpreter long."""
+    with sums_on_cpu(), mock.patch.object(pieces, "strips", lambda width, tokens, whole: min(2, tokens)):
+        return loopback(tiny(*overrides, "model.fused=auto"), steps, data=again)

@@ -241,6 +241,15 @@ def test_losses_of_twenty_steps():
     assert one == pytest.approx(other, rel=1e-3)
 
 
+def test_tiers_change_no_bit(tmp_path):
+    """Where the state is: on the host, the disk, with gradients and parameters there, too, and of a part of
+    the units. (On the device the norm is summed up in another order.)"""
+    disk = ["offload.optimizer=nvme", f"offload.nvme_path={tmp_path}"]
+    same_bits([loopback(tiny(*LLAMA, "parallel.dp=2", "zero.stage=2", *each), 3) for each in (
+        ["offload.optimizer=cpu"], disk, ["offload.optimizer=cpu", "offload.gradients=host"],
+        ["zero.stage=3", *disk, "offload.parameters=nvme"], ["zero.stage=1", *disk])])
+
+
 def test_shard_groups_change_no_bit():
     """Four ranks that sum in one order, with one copy of what is sharded and with two."""
     runs = [loopback(tiny(*LLAMA, "parallel.dp=2", "parallel.tp=2", "zero.stage=1", *groups), 3)
@@ -371,9 +380,10 @@ def test_the_plan_counts_them():
 # ---------------------------------------------------------------- steps that are skipped
 
 
-def test_a_skipped_step_changes_nothing():
+@pytest.mark.parametrize("overrides", [["zero.stage=1"], ["zero.stage=2", "offload.optimizer=cpu"]])
+def test_a_skipped_step_changes_nothing(overrides):
     """Neither moment nor weights; both exchanges still happen, as the program says."""
-    config = tiny(*LLAMA, "parallel.dp=2", "zero.stage=1", "train.on_nonfinite=skip")
+    config = tiny(*LLAMA, "parallel.dp=2", "train.on_nonfinite=skip", *overrides)
     plan = make_plan(config)
 
     def work(comm: Comm) -> tuple[list[bool], list[bool], list[bool], Counter[Op]]:

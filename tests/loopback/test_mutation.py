@@ -185,6 +185,8 @@ CASES = {
     "muon-zero2-sequence-parallel": Case(80, 1, 2, dp=2, tp=2, others=(*MUON, ZERO_2, SP, UNTIED)),
     "muon-zero3-zb-h1": Case(80, 2, 2, dp=2, others=(*MUON, ZERO_3, "parallel.schedule=zb-h1")),
     "muon-experts": Case(80, 1, 2, layers=1, dp=4, others=(*MUON, *EXPERTS, GROUPS, ZERO_1, UNTIED)),
+    "muon-cpu-zero2": Case(100, 1, 2, layers=1, dp=2, others=(*MUON, ZERO_2, CPU, UNTIED)),
+    "muon-nvme-zero1-tied": Case(80, 2, 2, dp=2, others=(*MUON, ZERO_1, NVME)),
     "experts-groups-zero3": Case(60, 1, 2, layers=1, dp=4, others=(*EXPERTS, GROUPS, ZERO_3, UNTIED)),
 }
 
@@ -401,24 +403,26 @@ def of_trips(program: Sequence[Instruction]) -> Iterator[tuple[bool, list[Instru
 
 
 def of_turns(program: Sequence[Instruction]) -> Iterator[tuple[bool, list[Instruction]]]:
-    """Each part of a step of matrices, and each exchange of them, left out, twice, of another unit, as
-    another part, kind or group; and in the place of another, or anywhere. And whether the edit may be
+    """Each part of a step of matrices, and each exchange and move of them, left out, twice, of another unit,
+    as another part, kind or group; and in the place of another, or anywhere. And whether the edit may be
     right."""
     begin = next(index for index, item in enumerate(program) if item.op == Op.CLIP)
-    places = [index for index in range(begin, len(program)) if program[index].op in (Op.STEP, Op.EXCHANGE)]
+    places = [index for index in range(begin, len(program))
+              if program[index].op in (Op.STEP, Op.EXCHANGE, *MOVES)]
     units = {program[index].unit for index in places}
     for i in places:
         item, before, behind = program[i], program[:i], program[i + 1:]
         others = [item._replace(**{field: word}) for field, words in (
             ("part", WORDS["part"]), ("kind", ("", "update", "matrix", "turned", "direction")),
-            ("group", ("", "dp", "owners", "tp")), ("unit", units)) for word in words]
+            ("group", ("", "dp", "owners", "tp")), ("unit", units), ("tier", WORDS["tier"]),
+            ("op", MOVES if item.op in MOVES else ())) for word in words]
         for instead in ([], [item, item], *([other] for other in others if other != item)):
             yield False, [*before, *instead, *behind]
         rest = [*before, *behind]
         yield from ((True, [*rest[:j], item, *rest[j:]]) for j in range(begin - 6, len(program)))
 
 
-@pytest.mark.parametrize("name", ["muon-zero0", "muon-zero2-sequence-parallel"])
+@pytest.mark.parametrize("name", ["muon-zero0", "muon-zero2-sequence-parallel", "muon-cpu-zero2"])
 def test_every_turn(name, monkeypatch):
     """Few of these edits are accepted, each of another order; they train as the plan does."""
     accepted_edits(name, of_turns, monkeypatch)

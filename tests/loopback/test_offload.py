@@ -374,6 +374,7 @@ def test_a_skipped_step_that_waits(tmp_path):
 
 # ---------------------------------------------------------------- under hostile timing
 
+MUON = ["optimizer.name=muon", "optimizer.turn_dtype=fp32"]
 HOSTILE = {
     "stage-0": (0, CPU, []),
     "stage-1-tied": (1, NVME, ["parallel.schedule=zb-h1"]),
@@ -387,6 +388,9 @@ HOSTILE = {
     "stage-2-gradients": (2, CPU, ["offload.gradients=host", "zero.reduce_every=1"]),
     "stage-3-gradients": (3, CPU_BOTH, ["offload.gradients=host", "zero.reduce_every=2",
                                         "offload.ratio=0.5"]),
+    "stage-2-muon": (2, CPU, MUON),
+    "stage-1-muon": (1, NVME, [*MUON, "offload.ratio=0.5"]),
+    "stage-3-muon": (3, NVME_BOTH, [*MUON, "zero.shard_size=1"]),
     "stage-3-persist": (3, TIERS["weights-on-disk"], ["zero.persist_below=100", "zero.residency=stage"]),
 }
 

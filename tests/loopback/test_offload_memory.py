@@ -29,7 +29,7 @@ from threed.program.summary import stages
 MODEL = ["model.layers=4", "model.hidden=128", "model.position=learned", "parallel.dp=2", "model.vocab=512",
          "train.global_batch_size=4"]
 CPU, NVME, BF16 = "offload.optimizer=cpu", "offload.optimizer=nvme", "precision.dtype=bf16"
-ONES = "offload.parameters=cpu"
+MUON, ONES = "optimizer.name=muon", "offload.parameters=cpu"
 CASES = {
     "cpu-0": ["zero.stage=0", CPU],
     "cpu-1-bf16-pp": ["zero.stage=1", CPU, BF16, "parallel.pp=2"],
@@ -51,6 +51,9 @@ CASES = {
                            "zero.residency=2"],
     "weights-on-disk": ["zero.stage=3", CPU, "offload.parameters=nvme", BF16, "offload.ratio=0.5"],
     "recompute": ["zero.stage=3", CPU, ONES, "activation.policy=full", "activation.offload=cpu"],
+    "muon-cpu-2-bf16": ["zero.stage=2", CPU, BF16, MUON],
+    "muon-cpu-0-half": ["zero.stage=0", CPU, MUON, "optimizer.turn_dtype=fp32", "offload.ratio=0.5"],
+    "muon-nvme-1-pp": ["zero.stage=1", NVME, MUON, "parallel.pp=2"],
 }
 
 
@@ -63,7 +66,7 @@ def by_tier(engine: Engine) -> dict[str, Storages]:
     of: dict[str, list] = {
         "buffer_bytes": [shared.params, shared.grads, shared.pshards, shared.gshards, engine.zero._staging],
         "host_bytes": [shared.host_weights, shared.host_states, shared.host_grads, shared.adding,
-                       kept(engine), *(
+                       shared.host_matrices, shared.packing, kept(engine), *(
             thing for state in states for thing in on_host(state))],
         "parameter_bytes": [state.weights.at_home for state in states
                             if state.part.unit.weight_home == "device"],

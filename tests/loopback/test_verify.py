@@ -97,7 +97,8 @@ def test_updates_that_wait(overrides):
     same_bits([loopback(config, 5), verified(twice(config), 5)])
 
 
-@pytest.mark.parametrize("overrides", [["zero.stage=0"], ["zero.stage=3", "parallel.tp=2"]])
+@pytest.mark.parametrize("overrides", [["zero.stage=0"], ["zero.stage=3", "parallel.tp=2"],
+                                       ["zero.stage=2", "offload.optimizer=cpu"]])
 def test_turns_are_computed_twice(overrides):
     """A turn overwrites its matrix, and moments change in `begin`: the second of two has its own."""
     config = tiny(*SMALL[:-1], "parallel.dp=2", "optimizer.name=muon", *overrides)

@@ -99,6 +99,10 @@ def test_kernels():
     # A host that launches many small kernels is what a step waits for.
     small = [Moved("sum", 1000, 1000)] * 100
     assert prices.forward(small) == pytest.approx(100 * A100.launch_us * 1e-6)
+    # Of a CUDA graph it launches one; then the device's own time is left.
+    assert prices.forward(small, 1) == pytest.approx(sum(prices.forward([each], 0) for each in small))
+    assert prices.forward(small, 1) < 0.6 * prices.forward(small)
+    assert prices.forward(small, 100) == pytest.approx(100 * A100.graph_us * 1e-6)
     cpu = load("cpu-core")
     assert Prices(cpu, 4).forward(small) > 100 * cpu.launch_us * 1e-6
     stores = Hardware.parse("a100-sxm,attention_passes=6")

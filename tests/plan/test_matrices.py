@@ -222,7 +222,8 @@ def test_three_parts_each_once():
     (["model.lora_rank=2"], "model.lora_rank trains adapters alone, which AdamW steps; choose adamw"),
     (["optimizer.name=lion", "optimizer.turns=3"], "optimizer.turns=3 needs optimizer.name=muon or polar"),
     (["optimizer.name=adamw", "optimizer.adamw_lr=1"], "needs optimizer.name=muon or polar"),
-    (["offload.optimizer=cpu"], "offload.optimizer=cpu with optimizer.name=muon"),
+    (["offload.optimizer=cpu", "offload.overlap=next"],
+     "offload.overlap=next with optimizer.name=muon: owners turn matrices at the end of the step"),
 ])
 def test_bad_input(overrides, words):
     with pytest.raises(ConfigError) as caught:

@@ -22,6 +22,7 @@ from threed.prediction.step import predicted_step
 from threed.program.analysis import Analysis
 from threed.program.instruction import COMPUTE, Op
 from threed.program.simulate import predict
+from threed.spec.kernels import WHOLE, WIDEST, Moved
 
 GB = 1e9
 
@@ -90,6 +91,51 @@ def test_measured_costs_leave_moves_their_price(over):
     priced = PricedPlan(Analysis(of_device), analytic_cost(of_device, Hardware(), measured), "a run")
     assert predicted_step(priced, Hardware()).step_s == pytest.approx(
         predict(Analysis(of_device), measured).step_s), "what the device computes costs what was measured"
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_graphs_save_launches(tp):
+    """Where kernels are shorter than a launch; collectives cut graphs, and CPUs have none."""
+    def step_s(hardware: str, graphs: bool, *others: str) -> float:
+        config = ["model.layers=12", "model.hidden=768", "model.heads=12", "model.vocab=50304",
+                  "model.seq_len=1024", "precision.dtype=bf16", "train.global_batch_size=8",
+                  "run.device=auto", "train.micro_batch_size=1", f"parallel.tp={tp}",
+                  f"run.cuda_graphs={graphs}", *others]
+        plan, machine = make_plan(load(None, config)), Hardware.parse(hardware)
+        priced = PricedPlan(Analysis(plan), analytic_cost(plan, machine), "prices")
+        return predicted_step(priced, machine).step_s
+
+    short = "model.seq_len=256"
+    without, with_graphs = (step_s("h100-sxm", graphs, short) for graphs in (False, True))
+    assert with_graphs < 0.85 * without
+    slow, slower = (step_s(f"h100-sxm,graph_us={price}e6", True, short) for price in (1, 2))
+    launches = 8 * (12 * 2 + 2 + 2)  # of each micro-batch: blocks, embedding and head, forward and backward
+    # A block has two sums each way, the embedding one, the head one in backward, and the loss three.
+    sums = 8 * (12 * 4 + 2 + 3) if tp == 2 else 0
+    assert slower - slow == pytest.approx(launches + sums)
+    large = ["model.hidden=2048", "model.heads=16", "model.layers=4", "train.micro_batch_size=8"]
+    without, with_graphs = (step_s("h100-sxm", graphs, *large) for graphs in (False, True))
+    assert 0.995 * without < with_graphs <= without
+    assert len({step_s("cpu-core", graphs, short) for graphs in (False, True)}) == 1
+
+
+@pytest.mark.parametrize("width", [4096, 12288, 16384, 20480])
+def test_wide_norms(width):
+    """Pieces move less than separate operations, also where tokens are so wide that a norm's backward reads
+    them twice. The widest norms are separate operations."""
+    def moved(fused: str) -> list[Moved]:
+        plan = make_plan(load(None, [f"model.hidden={width}", "model.heads=32", "model.layers=1",
+                                     "model.seq_len=4096", "precision.dtype=bf16", "run.device=auto",
+                                     f"model.fused={fused}"]))
+        return [kernel for kernel in plan.table.units[1].kernels if isinstance(kernel, Moved)]
+
+    fused, off = moved("auto"), moved("off")
+    assert sum(each.forward + each.backward for each in fused) < 0.75 * sum(each.forward + each.backward
+                                                                             for each in off)
+    (norm,) = (each for each in fused if each.what == "blocks.0.attention_norm")
+    assert norm.fused == (width <= WIDEST)
+    if norm.fused:
+        assert norm.kernels == (1, 4 + (width > WHOLE))
 
 
 def test_a_devices_memory_has_more_than_the_plan():

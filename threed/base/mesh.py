@@ -354,11 +354,12 @@ class Mesh:
         if name not in GROUPS:
             raise ValueError(f"no group called {name}; there are {', '.join(GROUPS)}")
         row, here = GROUPS[name], self.coordinate(rank)
-        if row.axes is None:
+        axes = row.axes
+        if axes is None:
             return tuple(range(self.size))
-        members = (range(self.count(row.axes)) if row.members is None
-                   else row.members(self, self.number(here.on, row.axes)))
-        return tuple(self.beside(here, **self.at(number, row.axes)) for number in members)
+        members = (range(self.count(axes)) if row.members is None
+                   else row.members(self, self.number(here.on, axes)))
+        return tuple(self.beside(here, **self.at(number, axes)) for number in members)
 
     def count(self, axes: Iterable[str]) -> int:
         """Ranks along these axes together."""

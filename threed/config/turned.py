@@ -38,10 +38,9 @@ def check_turned(config: Config) -> Iterator[Problem]:
     if config.precision.dtype == "fp16" and config.precision.master == "none":
         yield Problem.of("precision.master", f"=none with {asked} and precision.dtype=fp16: steps are "
                          "smaller than what fp16 weights can hold; set it to fp32, or precision.dtype=bf16")
-    if config.offload.optimizer != "none":
-        yield Problem.of("offload.optimizer", f"={config.offload.optimizer} with {asked}: matrices are "
-                         "turned where their owner computes, and a moment on the host does not get there "
-                         "yet; set it to none (zero.stage and parallel.dp divide the moment among ranks)")
+    if config.offload.optimizer != "none" and config.offload.overlap == "next":
+        yield Problem.of("offload.overlap", f"=next with {asked}: owners turn matrices at the end of the "
+                         "step, when all ranks have their gradients; set it to none, or leave it out")
     if optimizer.adamw_lr is not None and not optimizer.lr:
         yield Problem.of("optimizer.adamw_lr", f"={optimizer.adamw_lr} follows the schedule of optimizer.lr, "
                          "which is 0: give that a value above 0")

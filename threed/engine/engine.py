@@ -68,7 +68,7 @@ class Engine:
                       for name, p in state.weights.parameters.items()}
         dtype = self.zero.precision.compute
         self.saving = SavingPolicy(config.pieces)
-        offload = OffloadRun(comm, table, shared, dtype, self.states)
+        offload = OffloadRun(comm, table, shared, dtype, self.states, self.storage.host_matrices)
         self.graphs = GraphRun(graphs(analysis, position).turns, self.states, weight_grads,
                                comm.device) if config.run.cuda_graphs else None
         groups = self.graphs.groups(comm.groups) if self.graphs is not None else comm.groups
@@ -92,10 +92,10 @@ class Engine:
         self.handlers = {**self.pipeline.handlers(), **offload.handlers(),
                          **{op: _by_kind(*(each.get(op) for each in sharing)) for op in ops}}
         self.orders = {name: analysis.order(name, position) for name in plan.programs}
-        # Behind a FETCH also the GATHER of a single rank would hold up the computation that comes before it.
+        # Behind a FETCH also a collective of a single rank would hold up the computation before it.
         for name in {GROUPS[item.group].lane for programs in plan.programs.values()
-                     for item in programs[position] if item.op == Op.GATHER and not item.of_slot
-                     and table.shards.away(item.unit)}:
+                     for item in programs[position] if item.op in (Op.GATHER, Op.EXCHANGE)
+                     and not item.of_slot and table.shards.away(item.unit)}:
             comm.lane(name, beside=True)
         self.clock = device_of(comm.device).clock()
         self._ended: list[Any] = []  # marks of the program under way: the end of each instruction

@@ -4,16 +4,16 @@ busiest position, and the bytes of parameters, gradients, optimizer state, and w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from fractions import Fraction
+from collections import Counter
+from functools import cache
 from operator import add
+from typing import NamedTuple
 
-from threed.layout_search.layout import Layout, config_of
+from threed.layout_search.layout import Layout, config_of, make_order
 from threed.layout_search.short_plan import FORWARDS_FIRST, steady_count
 from threed.layout_search.units import UnitBytes, Units
 from threed.planner.facts import make_mesh
 from threed.prediction.peak import groups
-from threed.schedules.orders import Task
 from threed.schedules.timed import StageTimes, spans
 
 
@@ -44,19 +44,26 @@ class Bounds(Units):
 
     def _most_saved(self, layout: Layout, temporaries: bool) -> list[int]:
         m, count = self.microbatches(layout), self._steady_count(layout)
-        times = Fraction(m if layout.schedule in FORWARDS_FIRST else count, count)
+        all_ahead = layout.schedule in FORWARDS_FIRST
+        order = layout.schedule, layout.pp, count, layout.virtual_stages, layout.pair
 
         def most() -> list[int]:
-            saved = [stage.saved for stage in self.stage_prices(layout)]
-            return [most_saved(tasks, saved, self._beside(layout, tasks) if temporaries else None, times)
-                    for tasks in layout.order(count)]
+            saved, sizes = [stage.saved for stage in self.stage_prices(layout)], list[int]()
+            for position in most_held(*order):
+                beside = self._beside(layout, position.split) if temporaries else [0] * len(saved)
+                held = ((stage, sum(number * saved[at] for at, number in each))
+                        for stage, each in position.before)
+                sizes.append(max((size * m // count if all_ahead else size) + beside[stage]
+                                 for stage, size in held))
+            return sizes
 
-        return self.once(("saved", layout.of_units(), layout.budgeted, layout.place, layout.schedule, count,
-                          times, temporaries), most)
+        return self.once(("saved", layout.of_units(), layout.budgeted, *order, all_ahead and m, temporaries),
+                         most)
 
-    def _beside(self, layout: Layout, tasks: Sequence[Task]) -> list[int]:
-        """Of each stage: bytes that its backward holds beside what was saved before it, at least."""
-        units, split = layout.of_units(), any(task.kind == "I" for task in tasks)
+    def _beside(self, layout: Layout, split: bool) -> list[int]:
+        """Of each stage: bytes that its backward, or the first half of it, holds beside what was saved
+        before it, at least."""
+        units = layout.of_units()
         held = self.once(("temporaries", units, layout.budgeted, split),
                          lambda: self.temporaries(units, layout.budgeted, split))
         prices, beside = self.prices(layout), []
@@ -127,20 +134,38 @@ class Bounds(Units):
         return self.once(("taken", layout.of_mesh()), lambda: self.hardware.taken_bytes(
             groups(make_mesh(config_of(layout, self.config)), 0) + (layout.pp > 1)))
 
-def most_saved(tasks: Sequence[Task], saved: Sequence[int], beside: Sequence[int] | None = None,
-               times: Fraction = Fraction(1)) -> int:
-    """Bytes at their most of what the tasks of a position save. By stage: `saved`, `beside` that in its
-    backward. `times`: of the tasks that there are, in an order with all forwards first."""
-    now = most = 0
-    for task in tasks:
-        if task.kind == "F":
-            now += saved[task.stage]
-            most = max(most, int(now * times))
-        elif task.kind != "W":
-            if beside is not None:
-                most = max(most, int(now * times) + beside[task.stage])
-            now -= saved[task.stage]
-    return most
+Held = tuple[tuple[int, int], ...]  # (stage, of how many micro-batches it has saved tensors)
+
+
+class MostHeld(NamedTuple):
+    """When the tasks of a position have saved most."""
+
+    before: list[tuple[int, Held]]  # before backwards of these stages
+    split: bool  # whether its backwards are two halves
+
+
+@cache
+def most_held(schedule: str, pp: int, microbatches: int, virtual_stages: int, pair: bool) -> list[MostHeld]:
+    """By position. What is left out has saved less than another before a backward of the same stage."""
+    positions = []
+    for tasks in make_order(schedule, pp, microbatches, virtual_stages, pair):
+        now, before = Counter[int](), dict[tuple[int, Held], None]()
+        for task in tasks:
+            if task.kind == "F":
+                now[task.stage] += 1
+            elif task.kind != "W":
+                before[task.stage, tuple((stage, count) for stage, count in now.items() if count)] = None
+                now[task.stage] -= 1
+        most = [(stage, held) for stage, held in before
+                if not any(at == stage and other is not held and _covers(other, held)
+                           for at, other in before)]
+        positions.append(MostHeld(most, any(task.kind == "I" for task in tasks)))
+    return positions
+
+
+def _covers(other: Held, held: Held) -> bool:
+    more = dict(other)
+    return all(more.get(stage, 0) >= count for stage, count in held)
 
 
 def _held(stages: list[dict[object, UnitBytes]], layout: Layout, ahead: int, summed: bool) -> int:

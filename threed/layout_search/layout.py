@@ -101,7 +101,7 @@ class Layout(NamedTuple):
 
     def order(self, microbatches: int) -> Order:
         """The tasks of each position."""
-        return _order(self.schedule, self.pp, microbatches, self.virtual_stages, self.pair)
+        return make_order(self.schedule, self.pp, microbatches, self.virtual_stages, self.pair)
 
     @property
     def reduces_often(self) -> bool:
@@ -205,7 +205,7 @@ def _place(name: str, p: int, v: int) -> tuple[int, ...]:
 
 
 @lru_cache(64)
-def _order(name: str, p: int, m: int, v: int, pair: bool) -> Order:
+def make_order(name: str, p: int, m: int, v: int, pair: bool) -> Order:
     return SCHEDULES[name].order(p, m, v, pair)
 
 

@@ -115,9 +115,9 @@ class Units(Cuts):
 
     def _places(self, layout: Layout) -> object:
         """How the groups lie in which ranks cut parameters, or tokens."""
-        where = places(make_mesh(config_of(layout, self.config)), self.hardware.node_ranks)
-        return tuple([(axis, *vars(where[axis]).values())
-                      for axis in (*axes_of("tokens"), *axes_of("parameters"))])
+        axes = (*axes_of("tokens"), *axes_of("parameters"))
+        where = places(make_mesh(config_of(layout, self.config)), self.hardware.node_ranks, axes)
+        return tuple([(axis, *vars(where[axis]).values()) for axis in axes])
 
     def _table(self, layout: Layout) -> Table:
         """Of all kinds of units, on one position."""

@@ -242,9 +242,12 @@ def _update(config: Config) -> UpdateSettings:
     # No snapshots where state lives on disk: the host has no memory for it.
     on_disk = "nvme" in (config.offload.optimizer, config.offload.parameters)
     background = config.checkpoint.background and config.checkpoint.every > 0 and not on_disk
+    # Matrices are turned when all ranks have their gradients: at the end of the step.
+    overlap = (config.offload.optimizer != "none" and config.offload.overlap != "none"
+               and turning(config.optimizer.name) is None)
     return UpdateSettings(OPTIMIZERS[config.optimizer.name].buffers,
                           config.precision.dtype != "fp32" and config.precision.master == "fp32",
-                          config.offload.optimizer != "none" and config.offload.overlap != "none", background)
+                          overlap, background)
 
 
 # FLOPs that a GPU computes while it sends a byte to another of its node, and of another node: an H100 reaches

@@ -127,7 +127,9 @@ class _Compute:
         self.prices = Prices(hardware, plan.table.elements.param, _ranks_of_node(plan, hardware))
         self.travel, self.places, self.config = Travel(hardware), _places(plan, hardware), plan.config
         self._steps: dict[int, dict[str, float]] = {}  # unit whose matrices are turned -> by part of its step
-        self._known = _known_prices(hardware, plan.table.elements.param, self.sequence_parallel, tuple(
+        self.graphs = plan.config is not None and plan.config.run.cuda_graphs and not hardware.waits
+        about = plan.table.elements.param, self.sequence_parallel, self.graphs
+        self._known = _known_prices(hardware, *about, tuple(
             (axis, *vars(self.places[axis]).values())
             for axis in (*axes_of("tokens"), *axes_of("parameters"))))
 
@@ -141,13 +143,14 @@ class _Compute:
         return self._known[key]
 
     def _seconds(self, op: Op, unit: ComputeUnit) -> float:
-        prices = self.prices
+        prices, graphs = self.prices, self._graphs(unit, PHASES[op])
         if op in (Op.FORWARD, Op.RECOMPUTE):
-            return prices.forward(unit.kernels) + sum(self._sent(unit, phase) + self._gathered(unit, phase)
-                                                      for phase in PHASES[op])
-        # Pieces are computed again when the input half begins.
-        first = prices.forward(unit.again) + prices.input_half(unit.kernels)
-        second = prices.weight_half(unit.kernels)
+            return prices.forward(unit.kernels, graphs) + sum(
+                self._sent(unit, phase) + self._gathered(unit, phase) for phase in PHASES[op])
+        # Pieces are computed again when the input half begins, and all of an instruction is in its graphs.
+        rest = None if graphs is None else 0
+        first = prices.forward(unit.again, rest) + prices.input_half(unit.kernels, graphs)
+        second = prices.weight_half(unit.kernels, graphs if op == Op.BACKWARD_WEIGHT else rest)
         gathers = self._gathered(unit, "input")
         if op == Op.BACKWARD_INPUT:
             return first + self._sent(unit, "input") + gathers
@@ -185,6 +188,17 @@ class _Compute:
                         + self.travel.all_to_all(exchanged, place, exchanges))
         return seconds
 
+    def _graphs(self, unit: ComputeUnit, phases: Sequence[str]) -> int | None:
+        """Graphs of an instruction, which its collectives cut; None where the host launches each kernel."""
+        if not self.graphs:
+            return None
+        calls = 0
+        for phase in phases:
+            for axis, rings in unit.rings.get(phase, {}).items():
+                calls += rings if self._cut(unit) or axis in axes_of("tokens") else rings // 2
+            calls += sum(count for _, count in unit.exchanged.get(phase, {}).values())
+        return 1 + calls
+
     def _cut(self, unit: ComputeUnit) -> bool:
         """Whether the sequence is cut: then it is gathered once more for the gradients of weights, but not
         for those of frozen ones."""
@@ -211,13 +225,15 @@ class _Compute:
         numel = self.table.shards.numel(index)
         state = sum(BYTES[buffer.dtype] for buffer in self.table.shards.buffers(index))
         begun = numel * (2 * state + self.table.elements.grad + 3 * way.element)
-        ended = numel * (2 * self.table.shards.state_bytes(Tier.DEVICE, index) - 2 * state + way.element
+        home = self.table.parameters[index].state_home
+        away = home != Tier.DEVICE
+        ended = numel * (2 * self.table.shards.state_bytes(home, index) - 2 * state + way.element
                          + 2 * self.table.shards.param_bytes(index))
         shapes = Counter(each.shape for each in way.matrices)
         whole = sum(count * self._turn(optimizer, way.element, shape) for shape, count in shapes.items())
-        return {"begin": self.prices.update(begun, False, _STEP_KERNELS),
+        return {"begin": self.prices.update(begun, away, _STEP_KERNELS),
                 "turn": whole * way.busiest / way.ranks + self.prices.moved(4 * way.owned * way.element),
-                "end": self.prices.update(ended, False, _STEP_KERNELS)}
+                "end": self.prices.update(ended, away, _STEP_KERNELS)}
 
     def _turn(self, optimizer: OptimizerConfig, element: int, shape: tuple[int, int]) -> float:
         """Of one matrix. Matrices are of few shapes, on all layouts."""

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,9 @@ class Hardware:
     scatter_efficiency: float = key(1.0, "and of rows that are added up where their tokens say")
     kernel_us: float = key(3.0, "from the end of a kernel to the end of an empty one")
     launch_us: float = key(6.0, "of the host, for a kernel that it launches")
+    # The driver takes 2.5, and 0.001 a kernel (developer.nvidia.com/blog, "Constant Time Launch for
+    # Straight-Line CUDA Graphs", 2024); the rest is Python's. Not measured: bench.gpu.facts, `graphs`, will.
+    graph_us: float = key(10.0, "and for a CUDA graph, however many kernels it holds")
     contention: float = key(0.1, "seconds that computation loses to a second of a collective beside it; 1: "
                             "nothing is computed meanwhile")
     waits: bool = key(False, "whether the host waits for each kernel, as on a CPU. Then `devices` are "
@@ -150,8 +153,8 @@ class Hardware:
 _NAMES = tuple(item.name for item in fields(Hardware))
 NUMBERS = tuple(name for name in _NAMES if name != "name")
 _MAY_BE_0 = ("sustained", "attention_half_size", "attention_passes", "contention", "half_dim",
-             "exponential_ns", "kernel_us", "launch_us", "host_us", "node_us", "adapter_us", "context_gb",
-             "communicator_gb", "free_share", "host_free_share", "dollars")
+             "exponential_ns", "kernel_us", "launch_us", "graph_us", "host_us", "node_us", "adapter_us",
+             "context_gb", "communicator_gb", "free_share", "host_free_share", "dollars")
 SHARES = ("efficiency", "sustained", "contention", "attention_efficiency", "memory_efficiency",
           "node_efficiency", "adapter_efficiency", "column_efficiency", "scatter_efficiency", "free_share",
           "host_free_share", "link_both")
@@ -230,7 +233,6 @@ class GroupPlace:
         self.together = max(1, self.ranks // self.nodes)
 
 
-def places(mesh: Mesh, devices: float) -> dict[str, GroupPlace]:
+def places(mesh: Mesh, devices: float, names: Iterable[str] = GROUPS) -> dict[str, GroupPlace]:
     """The place of rank 0's group of each kind: meshes are regular, so the others lie alike."""
-    return {name: GroupPlace(mesh.group(name, 0), devices) for name, row in GROUPS.items()
-            if row.needed(mesh)}
+    return {name: GroupPlace(mesh.group(name, 0), devices) for name in names if GROUPS[name].needed(mesh)}

@@ -36,15 +36,15 @@ class Prices:
         self._speed = hardware.peak(element) * hardware.efficiency
         self._memory = hardware.memory_gbps * 1e9 / 8 * hardware.memory_efficiency
 
-    def forward(self, kernels: Iterable[Kernel]) -> float:
-        """Of all kernels, in forward."""
-        return self._issued([self._forward(kernel) for kernel in kernels])
+    def forward(self, kernels: Iterable[Kernel], graphs: int | None = None) -> float:
+        """Of all kernels, in forward. `graphs`: that the host launches for them; None: it launches each."""
+        return self._issued([self._forward(kernel) for kernel in kernels], graphs)
 
-    def input_half(self, kernels: Iterable[Kernel]) -> float:
-        return self._issued([self._input(kernel) for kernel in kernels])
+    def input_half(self, kernels: Iterable[Kernel], graphs: int | None = None) -> float:
+        return self._issued([self._input(kernel) for kernel in kernels], graphs)
 
-    def weight_half(self, kernels: Iterable[Kernel]) -> float:
-        return self._issued([self._weight(kernel) for kernel in kernels])
+    def weight_half(self, kernels: Iterable[Kernel], graphs: int | None = None) -> float:
+        return self._issued([self._weight(kernel) for kernel in kernels], graphs)
 
     def moved(self, size: float, kernels: int = 1, exponentials: int = 0) -> float:
         """Of kernels that read and write so many bytes, and compute so many exponentials."""
@@ -70,11 +70,13 @@ class Prices:
         size = self.element * count * (m * k + k * n + m * n)
         return max(computed, size / self._memory) + self.hardware.kernel_us * 1e-6
 
-    def _issued(self, costs: list[tuple[float, int]]) -> float:
+    def _issued(self, costs: list[tuple[float, int]], graphs: int | None) -> float:
         """Of (seconds, kernels): the device is busy with them, or waits for the host, which launches them."""
         seconds, kernels = (sum(column) for column in zip((0.0, 0), *costs, strict=True))
-        host = kernels * self.hardware.launch_us * 1e-6
-        return seconds + host if self.hardware.waits else max(seconds, host)
+        hardware = self.hardware
+        host_us = kernels * hardware.launch_us if graphs is None else graphs * hardware.graph_us
+        host = host_us * 1e-6
+        return seconds + host if hardware.waits else max(seconds, host)
 
     def _forward(self, kernel: Kernel) -> tuple[float, int]:
         if isinstance(kernel, Product):

@@ -93,7 +93,9 @@ def _of_part(item: Instruction, table: Table) -> int:
     way = table.parameters[item.unit].turning
     assert way is not None, item
     turn = max(math.prod(each.shape) + 3 * min(each.shape)**2 for each in way.matrices)
-    made = {"begin": table.parameters[item.unit].numel // table.parameters[item.unit].shards, "turn": turn}
+    made = {"turn": turn}
+    if not table.shards.away(item.unit):
+        made["begin"] = table.parameters[item.unit].numel // table.parameters[item.unit].shards
     return made.get(item.part, 0) * way.element
 
 

@@ -15,12 +15,13 @@ from typing import NamedTuple
 
 from threed.base.quantity import ALIGNMENT, round_up
 from threed.program.effects import Effects
-from threed.program.instruction import Op, Slot, SlotKind, Tier
+from threed.program.instruction import BETWEEN_TIERS, Op, Slot, SlotKind, Tier
 from threed.program.link import Links, Program
 from threed.program.table import Table
+from threed.program.turning import travels
 
 PIECE = 1 << 22  # elements of a gradient that are added at a time to a sum on the host
-Sizes = dict[int, int]  # elements of a buffer (bytes, of optimizer state) -> how many of that size
+Sizes = dict[int, int]  # elements of a buffer (or bytes, as it says) -> how many of that size
 
 
 class Buffers(NamedTuple):
@@ -31,15 +32,17 @@ class Buffers(NamedTuple):
     kept: Sizes  # the arena of kept inputs
     host_kept: Sizes  # kept inputs on the host
     host_weights: Sizes  # parameters on their way between the host and another tier
-    host_states: Sizes  # optimizer state on its way between the host and the disk
+    host_states: Sizes  # optimizer state on its way between the host and the disk (bytes)
     host_grads: Sizes  # this rank's part of gradients on their way to the host's step
+    host_matrices: Sizes  # what the host has begun to step, and what was turned, on their way (bytes)
     staging: int  # bytes of the one buffer in which gradients arrive, or are cast
     adding: int  # elements of a buffer of the host in which a piece arrives, to be added to a sum there
+    packing: int  # bytes of a buffer of the host in which an update of matrices is made, before it is packed
 
     @classmethod
     def pools(cls) -> list[str]:
         """The names of those that have sizes: not of the buffers of which there is one."""
-        return [name for name in cls._fields if name not in ("staging", "adding")]
+        return [name for name in cls._fields if name not in ("staging", "adding", "packing")]
 
     def bytes(self, table: Table) -> int:
         """Bytes on the device, without the arena, whose content counts as activations."""
@@ -50,7 +53,7 @@ class Buffers(NamedTuple):
         elements = _elements(self.host_kept) + _elements(self.host_weights)
         grads = _elements(self.host_grads) + self.adding
         return (elements * table.elements.param + grads * table.elements.grad
-                + _elements(self.host_states))
+                + _elements(self.host_states) + _elements(self.host_matrices) + self.packing)
 
 
 def _elements(sizes: Sizes) -> int:
@@ -90,7 +93,9 @@ def count_buffers(table: Table, position: int, links: Sequence[Links]) -> Buffer
         most[name] = Counter({numel: min(count + 1, parts[numel]) for numel, count in most[name].items()})
     shared = {name: shared_sizes(times, units[name], spare=name == "grads") for name, times in taken.items()}
     return Buffers(**{name: dict(sizes) for name, sizes in most.items()} | shared,
-                   staging=_staging(table, held), adding=_adding(table, links))
+                   staging=_staging(table, held), adding=_adding(table, links),
+                   packing=max((table.size(slot) for unit in held
+                                if travels(slot := Slot(SlotKind.UPDATE, unit), table)), default=0))
 
 
 def _pooled(links: Links, table: Table) -> Iterator[Effects]:
@@ -141,12 +146,16 @@ def pool_of(slot: Slot, table: Table) -> str | None:
         return (None if streams else "host_grads") if on_host else "gshards" if streams else None
     if kind in (SlotKind.PARAM, SlotKind.PARAM_SHARD) and slot != table.shards.weight(slot.unit):
         return "host_weights" if on_host else "pshards" if kind == SlotKind.PARAM_SHARD else None
+    if on_host and kind in BETWEEN_TIERS:
+        return "host_matrices"
     comes = kind == SlotKind.STATE and on_host and slot != table.shards.state(slot.unit)
     return "host_states" if comes else None
 
 
 def size_in(slot: Slot, name: str, table: Table) -> int:
-    """Elements of a slot's buffer in a pool (bytes, of optimizer state)."""
+    """Elements of a slot's buffer in a pool (bytes, of optimizer state and of matrices)."""
+    if name == "host_matrices":
+        return table.size(slot)
     if name == "host_states":
         return round_up(table.size(slot), ALIGNMENT)
     if name == "host_weights":

@@ -17,10 +17,21 @@ from typing import NamedTuple
 
 from threed.base.mesh import GROUPS
 from threed.program.entries import MadeTensor, ReadTensor, gradient_of
-from threed.program.instruction import PARTS, SENT, WHOLES, WORDS, Instruction, Op, Slot, SlotKind, Tier
+from threed.program.instruction import (
+    BETWEEN_TIERS,
+    PARTS,
+    SENT,
+    WHOLES,
+    WORDS,
+    Instruction,
+    Op,
+    Slot,
+    SlotKind,
+    Tier,
+)
 from threed.program.table import Table
 from threed.program.trips import comes_again, trip_of
-from threed.program.turning import arrival_of, part_of
+from threed.program.turning import arrival_of, part_of, travels
 
 
 class Effects(NamedTuple):
@@ -274,7 +285,7 @@ def _step(item: Instruction, table: Table, position: int) -> Effects:
         raise KeyError(f"p{unit} is frozen")
     if item.age and not (table.update.overlap and table.shards.away(unit)):
         raise KeyError(f"{item}: no gradient of p{unit} waits for the next step")
-    weight, state, snapshot = table.shards.weight(unit), table.shards.state(unit), tuple[Slot, ...]()
+    snapshot = tuple[Slot, ...]()
     tier = Tier.HOST if table.shards.away(unit) else Tier.DEVICE
     gradient = (Slot(SlotKind.PREVIOUS_GRAD if item.age else SlotKind.GRAD_SHARD, unit, tier=tier),)
     # The scale of a gradient of the step before is known since the CLIP of that step.
@@ -283,20 +294,30 @@ def _step(item: Instruction, table: Table, position: int) -> Effects:
         snapshot = (Slot(SlotKind.SNAPSHOT, unit, tier=Tier.HOST),)
     if item.part or table.parameters[unit].turning is not None:
         return _part(item, table, snapshot)
-    reads += snapshot
+    return _stepped(table, unit, (*reads, *snapshot), gradient)
+
+
+def _stepped(table: Table, unit: int, reads: tuple[Slot, ...], frees: tuple[Slot, ...]) -> Effects:
+    """A step, where the state is: new weights go to their home, or to a buffer of the host."""
+    weight, state = table.shards.weight(unit), table.shards.state(unit)
     if state.tier == Tier.DEVICE:
-        return Effects("compute", reads, updates=(weight, state), frees=gradient)
+        return Effects("compute", reads, updates=(weight, state), frees=frees)
     host_state, host_weight = state.on(Tier.HOST), weight.on(Tier.HOST)
     if weight == host_weight:
-        return Effects("host", reads, updates=(weight, host_state), frees=gradient)
-    return Effects("host", reads, (host_weight,), updates=(host_state,), frees=gradient)
+        return Effects("host", reads, updates=(weight, host_state), frees=frees)
+    return Effects("host", reads, (host_weight,), updates=(host_state,), frees=frees)
 
 
 def _part(item: Instruction, table: Table, snapshot: tuple[Slot, ...]) -> Effects:
     used, made, steps = part_of(item, table)
-    updates = (table.shards.weight(item.unit), table.shards.state(item.unit)) if steps else ()
-    return Effects("compute", (used, Slot(SlotKind.SCALE), *(snapshot if steps else ())), made,
-                   updates=updates, frees=(used,))
+    reads = used, Slot(SlotKind.SCALE)
+    if not steps:
+        return Effects("compute", reads, made, frees=(used,))
+    if item.part == "begin" and table.shards.away(item.unit):  # weights change with `end`
+        return Effects("host", (*reads, *snapshot), made,
+                       updates=(table.shards.state(item.unit).on(Tier.HOST),), frees=(used,))
+    stepped = _stepped(table, item.unit, (*reads, *snapshot), (used,))
+    return stepped._replace(writes=(*stepped.writes, *made))
 
 
 def _exchange(item: Instruction, table: Table, _: int) -> Effects:
@@ -361,6 +382,15 @@ def _move_gradient(item: Instruction, table: Table) -> Effects | None:
     return Effects("d2h", (upper,), writes, adds, frees=(upper,))
 
 
+def _move_matrices(item: Instruction, table: Table) -> Effects | None:
+    """What the host has begun goes up to be turned, and comes down."""
+    upper = item.slot
+    if upper.tier != Tier.DEVICE or not travels(upper, table) or item.op != BETWEEN_TIERS[upper.kind]:
+        return None
+    source, target = (upper, upper.below) if item.op == Op.OFFLOAD else (upper.below, upper)
+    return Effects(_LANES[item.op, upper.tier], (source,), (target,), frees=(source,))
+
+
 def _move_state(item: Instruction, table: Table) -> Effects | None:
     """Optimizer state goes between host and disk: only one of the two holds it."""
     upper = item.slot
@@ -398,6 +428,7 @@ _MOVES: dict[str, Callable[[Instruction, Table, int], Effects]] = {
     **dict.fromkeys((SlotKind.KEPT, SlotKind.KEPT_PART), _move_activation),
     **dict.fromkeys((SlotKind.GRAD_SHARD, SlotKind.PREVIOUS_GRAD), _of_unit(_move_gradient)),
     SlotKind.STATE: _of_unit(_move_state),
+    **dict.fromkeys(BETWEEN_TIERS, _of_unit(_move_matrices)),
     **dict.fromkeys((SlotKind.PARAM, SlotKind.PARAM_SHARD), _of_unit(_move_weight)),
     SlotKind.SNAPSHOT: _move_snapshot,
 }

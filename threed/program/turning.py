@@ -8,13 +8,16 @@
 
 With `begin` the update of the weights begins: from then on nothing of the step may read them, and no gathered
 copy may be alive.
+
+Where the state is off the device, the host does `begin` and `end`. `FETCH update p3` takes what is to be
+turned to the device, and `OFFLOAD direction p3` takes what was turned to the host.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from threed.program.instruction import TO_OWNERS, Instruction, Slot, SlotKind
+from threed.program.instruction import BETWEEN_TIERS, TO_OWNERS, Instruction, Slot, SlotKind, Tier
 from threed.program.table import Table
 
 
@@ -28,12 +31,22 @@ class StepPart(NamedTuple):
 
 def part_of(item: Instruction, table: Table) -> StepPart:
     """KeyError where the step of the unit has no such part."""
-    parts = {"begin": StepPart(table.shards.gradient(item.unit), (Slot(SlotKind.UPDATE, item.unit),), True),
-             "turn": StepPart(Slot(SlotKind.MATRIX, item.unit), (Slot(SlotKind.TURNED, item.unit),), False),
-             "end": StepPart(Slot(SlotKind.DIRECTION, item.unit), (), True)}
+    gradient, update, matrix, turned, direction = (
+        Slot(kind, item.unit) for kind in (SlotKind.GRAD_SHARD, SlotKind.UPDATE, SlotKind.MATRIX,
+                                           SlotKind.TURNED, SlotKind.DIRECTION))
+    at = Tier.HOST if table.shards.away(item.unit) else Tier.DEVICE
+    parts = {"begin": StepPart(gradient.on(at), (update.on(at),), True),
+             "turn": StepPart(matrix, (turned,), False),
+             "end": StepPart(direction.on(at), (), True)}
     if table.parameters[item.unit].turning is None or item.part not in parts:
         raise KeyError(f"{item}: p{item.unit} has no such part of a step")
     return parts[item.part]
+
+
+def travels(slot: Slot, table: Table) -> bool:
+    """Whether a slot of matrices goes between the host, which steps its unit, and the device."""
+    return (slot.kind in BETWEEN_TIERS and table.shards.away(slot.unit)
+            and table.parameters[slot.unit].turning is not None)
 
 
 def arrival_of(item: Instruction, table: Table) -> Slot | None:

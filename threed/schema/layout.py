@@ -149,7 +149,7 @@ class OffloadConfig:
         "auto": "the device, where they fit"})
     overlap: str = key("auto", "when the host steps", choices={
         "next": "at the head of the next step, beside what does not need the new weights yet",
-        "none": "at the end of the step", "auto": "next"})
+        "none": "at the end of the step", "auto": "next, or none where matrices are turned"})
 
 
 @dataclass

@@ -10,14 +10,15 @@ from __future__ import annotations
 from typing import NamedTuple
 
 FROZEN = "frozen"
-# The widest residual stream of which a norm's backward keeps its sums over tokens in registers (model.fused).
-WIDEST = 4096
+# The widest residual stream whose norm is a piece of model.fused; and that of which a program of its backward
+# has all numbers of a token, with their sums over tokens, in registers. (Above, two kernels read it.)
+WIDEST, WHOLE = 16384, 4096
 
 
 def strips(width: int, tokens: int, whole: bool) -> int:
     """Strips of tokens of which a kernel of model.fused leaves a row of sums each, on every card as many.
-    `whole`: a program has all `width` numbers of a token, and not some columns."""
-    return min(max(256, (1 << 19) // width) if whole else 64, tokens)
+    `whole`: a program has all `width` numbers of a token, up to WHOLE, and not some columns."""
+    return min(max(256, (1 << 19) // width) if whole and width <= WHOLE else 64, tokens)
 
 
 def partial_sums(width: int, tokens: int, whole: bool = False, count: int = 1) -> int:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.nn.functional as F
 
-from threed.spec.kernels import strips
+from threed.spec.kernels import WHOLE, strips
 from threed.tensor.places import Rows, numbers
 from threed.tensor.random import keyed, mask_of
 
@@ -249,11 +249,21 @@ class Kernels:
         assert of_x is not None and of_part is not None
         number, block = strips(width, rows, True), _power(width)
         sums = like.new_empty(3 if wanted[0] else 2 if wanted[1] else 0, number, width, dtype=torch.float32)
-        stream, mean, scale = kept or (like, like, like)
-        self._start("ended_backward", (number,), _or(grad, like), like, stream, mean, scale,
-                    like if norm is None else norm.weight, _bases(drop, like), of_x, of_part, sums, rows,
-                    width, *_limits(drop), BLOCK=block, GRAD=grad is not None, NORM=norm is not None,
-                    DROP=drop is not None, BIAS=wanted[0], LEARNS=wanted[1], warps=_warps(block))
+        of_norm = like, *(kept or (like, like, like))
+        weight = like if norm is None else norm.weight
+        rest = weight, _bases(drop, like), of_x, of_part, sums, rows, width, *_limits(drop)
+        what = {"GRAD": grad is not None, "NORM": norm is not None, "DROP": drop is not None,
+                "BIAS": wanted[0], "LEARNS": wanted[1]}
+        if width <= WHOLE:
+            self._start("ended_backward", (number,), _or(grad, like), *of_norm, *rest, BLOCK=block, **what,
+                        warps=_warps(block))
+        else:
+            means = like.new_empty(2 if norm is not None else 0, rows, dtype=torch.float32)
+            if norm is not None:
+                self._start("means", (rows,), *of_norm, weight, means, rows, width, BLOCK=block,
+                            warps=_warps(block))
+            self._start("columns", (number, _over(width, 256)), _or(grad, like), *of_norm, means, *rest,
+                        ROWS=8, COLUMNS=256, **what, warps=8)
         added = sums[0 if wanted[1] else 2:].sum(1)
         of_weight, of_shift = added[:2] if wanted[1] else (None, None)
         return of_x, of_part, added[-1] if wanted[0] else None, of_weight, of_shift

@@ -3,7 +3,9 @@
 on the way.
 
 What is summed over tokens is summed in fp32, in strips: a program adds up the tokens of a strip in registers
-and writes one row of numbers. Strips are as many on every card, so that the order of the sums is, too.
+and writes one row of numbers. Strips are as many on every card, so that the order of the sums is, too. Where
+tokens are wide, a program has some of their columns, and what a norm's backward needs of whole tokens is
+computed before.
 
 Only `Fused.sums` imports this module: the package triton comes with torch for GPUs.
 """
@@ -159,6 +161,66 @@ def ended_backward_kernel(grad, of_normed, stream, mean, scale, weight, bases, g
 
 
 @triton.jit
+def means_kernel(of_normed, stream, mean, scale, weight, means, rows, width, BLOCK: tl.constexpr):
+    """A program for each token: what each of its numbers needs of the others in a norm's backward. `means`:
+    of the gradient times the normed numbers, and of the gradient."""
+    row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    here, at = columns < width, row * width + columns
+    wide = tl.load(stream + at, mask=here, other=0.0).to(tl.float32)
+    given = tl.load(of_normed + at, mask=here, other=0.0).to(tl.float32)
+    given *= tl.load(weight + columns, mask=here, other=0.0).to(tl.float32)
+    wide = (wide - tl.load(mean + row)) * tl.load(scale + row)
+    tl.store(means + row, tl.sum(given * wide, 0) / width)
+    tl.store(means + rows + row, tl.sum(given, 0) / width)
+
+
+@triton.jit
+def columns_kernel(grad, of_normed, stream, mean, scale, means, weight, bases, grad_x, grad_part, sums, rows,
+                   width, least, rest, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GRAD: tl.constexpr,
+                   NORM: tl.constexpr, DROP: tl.constexpr, BIAS: tl.constexpr, LEARNS: tl.constexpr):
+    """As ended_backward_kernel, of tokens that are too wide for it: a program for each strip of tokens and
+    each COLUMNS columns, after means_kernel."""
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    fits, strip = columns < width, tl.cdiv(tl.cdiv(rows, tl.num_programs(0)), ROWS) * ROWS
+    first = tl.program_id(0) * strip
+    of_weight, of_shift = tl.zeros([ROWS, COLUMNS], tl.float32), tl.zeros([ROWS, COLUMNS], tl.float32)
+    of_bias = tl.zeros([ROWS, COLUMNS], tl.float32)
+    if NORM:
+        weights = tl.load(weight + columns, mask=fits, other=0.0).to(tl.float32)
+    for start in range(first, tl.minimum(first + strip, rows), ROWS):
+        row = start + tl.arange(0, ROWS)
+        there = row < rows
+        at, here = row[:, None].to(tl.int64) * width + columns[None, :], there[:, None] & fits[None, :]
+        made = tl.zeros([ROWS, COLUMNS], tl.float32)
+        if GRAD:
+            made = tl.load(grad + at, mask=here, other=0.0).to(tl.float32)
+        if NORM:
+            slope = tl.load(scale + row, mask=there, other=0.0)[:, None]
+            wide = tl.load(stream + at, mask=here, other=0.0).to(tl.float32)
+            wide = (wide - tl.load(mean + row, mask=there, other=0.0)[:, None]) * slope
+            given = tl.load(of_normed + at, mask=here, other=0.0).to(tl.float32)
+            if LEARNS:
+                of_weight += given * wide
+                of_shift += given
+            along = tl.load(means + row, mask=there, other=0.0)[:, None]
+            middle = tl.load(means + rows + row, mask=there, other=0.0)[:, None]
+            made += slope * (given * weights[None, :] - wide * along - middle)
+            tl.store(grad_x + at, made, mask=here)
+        if DROP:
+            base = tl.load(bases + row, mask=there, other=0)
+            made = tl.where(_keeps(base[:, None], columns[None, :], least), made / rest, 0.0)
+            tl.store(grad_part + at, made, mask=here)
+        if BIAS:
+            of_bias += made
+    sums += tl.program_id(0) * width + columns
+    if LEARNS:
+        tl.store(sums, tl.sum(of_weight, 0), mask=fits)
+        tl.store(sums + tl.num_programs(0) * width, tl.sum(of_shift, 0), mask=fits)
+    if BIAS:
+        tl.store(sums + 2 * tl.num_programs(0) * width, tl.sum(of_bias, 0), mask=fits)
+
+
+@triton.jit
 def rows_kernel(into, grads, ids, order, ends, real, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """A program for each place in the sorted ids and each BLOCK columns: the first place of an id adds up the
     rows of all of its tokens, in their order, and adds the sum to the id's row."""
@@ -181,7 +243,8 @@ def rows_kernel(into, grads, ids, order, ends, real, width, ROWS: tl.constexpr, 
 
 
 _KERNELS = {"gelu": gelu_kernel, "gelu_backward": gelu_backward_kernel, "copy": copy_kernel,
-            "ended": ended_kernel, "ended_backward": ended_backward_kernel, "rows": rows_kernel}
+            "ended": ended_kernel, "ended_backward": ended_backward_kernel, "means": means_kernel,
+            "columns": columns_kernel, "rows": rows_kernel}
 
 
 def start(name: str, programs: tuple[int, ...], *given: Any, warps: int, **shape: Any) -> None:

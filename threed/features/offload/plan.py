@@ -12,6 +12,9 @@ With offload.overlap=next the turns run in the next step's program, in the order
 units: a unit's first reader waits for its own update alone, and the other turns run beside what does not need
 them yet. Nobody reads weights that are an update behind.
 
+Matrices that are turned go to the device and come back: the host begins the step of one unit while those of
+the unit before are on their way and are turned, and then ends that of the one before.
+
 Where gradients do not fit the device (Shards.streams), each part goes to the host as soon as it is reduced,
 and is added up there.
 """
@@ -119,21 +122,31 @@ def _split(program: Program, table: Table, away: Collection[int]) -> tuple[Progr
 def _turns(away: Sequence[int], table: Table, age: str) -> list[Program]:
     """The STEPs of units whose state is off the device, as a pipeline: in one turn what a unit's step reads
     comes to the host, one unit is stepped, and what a step has changed goes home. `age`: of the gradients."""
-    turns: list[Program] = []
-    gradient = SlotKind.PREVIOUS_GRAD if age else SlotKind.GRAD_SHARD
-    for turn in range(len(away) + 2):
-        items: Program = []
-        for unit in away[turn:turn + 1]:
-            if not table.shards.streams(unit):
-                items.append(Instruction(Op.OFFLOAD, unit, kind=gradient))
-            if table.parameters[unit].state_home == Tier.DISK:
-                items.append(Instruction(Op.FETCH, unit, kind=SlotKind.STATE, tier=Tier.HOST))
-        if 1 <= turn <= len(away):
-            items.append(Instruction(Op.STEP, away[turn - 1], age=age))
-        if turn >= 2:
-            items += _home(away[turn - 2], table)
-        turns.append(items)
+    parts = [_parts(unit, table, age) for unit in away]
+    turns: list[Program] = [[] for _ in range(len(away) - 1 + max(map(len, parts), default=3))]
+    for first, of_unit in reversed([*enumerate(parts)]):  # what comes to the host first
+        for turn, items in enumerate(of_unit, first):
+            turns[turn] += items
     return turns
+
+
+def _parts(unit: int, table: Table, age: str) -> list[Program]:
+    """What is done for the STEP of a unit, turn by turn."""
+    gradient, down = SlotKind.PREVIOUS_GRAD if age else SlotKind.GRAD_SHARD, list[Instruction]()
+    if not table.shards.streams(unit):
+        down.append(Instruction(Op.OFFLOAD, unit, kind=gradient))
+    if table.parameters[unit].state_home == Tier.DISK:
+        down.append(Instruction(Op.FETCH, unit, kind=SlotKind.STATE, tier=Tier.HOST))
+    way, home = table.parameters[unit].turning, _home(unit, table)
+    if way is None:
+        return [down, [Instruction(Op.STEP, unit, age=age)], home]
+    turn = [Instruction(Op.FETCH, unit, kind=SlotKind.UPDATE),
+            Instruction(Op.EXCHANGE, unit, kind=SlotKind.UPDATE, group=way.group),
+            Instruction(Op.STEP, unit, part="turn"),
+            Instruction(Op.EXCHANGE, unit, kind=SlotKind.TURNED, group=way.group),
+            Instruction(Op.OFFLOAD, unit, kind=SlotKind.DIRECTION)]
+    return [down, [Instruction(Op.STEP, unit, part="begin")], turn,
+            [Instruction(Op.STEP, unit, part="end"), *home]]
 
 
 def _home(unit: int, table: Table) -> Program:

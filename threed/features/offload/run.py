@@ -11,7 +11,7 @@ from threed.comm.group import Comm
 from threed.comm.lanes import Job, copy
 from threed.devices import device_of
 from threed.program.buffers import Buffers
-from threed.program.instruction import Instruction, Op, Slot, SlotKind, Tier
+from threed.program.instruction import BETWEEN_TIERS, Instruction, Op, Slot, SlotKind, Tier
 from threed.program.slots import Slots
 from threed.program.table import Table
 from threed.tensor.pool import Pool
@@ -54,8 +54,9 @@ class Offloaded(Protocol):
 
 class OffloadRun:
     def __init__(self, comm: Comm, table: Table, buffers: Buffers, dtype: torch.dtype,
-                 states: Mapping[int, Offloaded]):
-        self.comm, self.table, self.states = comm, table, states
+                 states: Mapping[int, Offloaded], matrices: Pool):
+        """`matrices`: zero.storage.Storage.host_matrices."""
+        self.comm, self.table, self.states, self.matrices = comm, table, states, matrices
         self.kept = Pool(buffers.host_kept, dtype, torch.device("cpu"),
                          pin=device_of(comm.device).asynchronous)
 
@@ -64,8 +65,8 @@ class OffloadRun:
 
     def offload(self, instruction: Instruction, slots: Slots) -> Job | None:
         here = instruction.slot
-        if here.kind in (SlotKind.KEPT, SlotKind.KEPT_PART):
-            return self._keep_on_host(here, slots)
+        if (pool := self._pool(here)) is not None:
+            return self._keep_on_host(here, slots, pool)
         state = self.states[here.unit]
         if here.kind == SlotKind.SNAPSHOT:
             return state.take_snapshot()
@@ -76,8 +77,8 @@ class OffloadRun:
 
     def fetch(self, instruction: Instruction, slots: Slots) -> Job:
         here = instruction.slot
-        if here.kind in (SlotKind.KEPT, SlotKind.KEPT_PART):
-            return self._bring_back(here, slots)
+        if (pool := self._pool(here)) is not None:
+            return self._bring_back(here, slots, pool)
         state = self.states[here.unit]
         if here.kind == SlotKind.STATE:
             value, job = state.optimizer_state.fetch()
@@ -90,15 +91,21 @@ class OffloadRun:
         slots.put(here, value)
         return job
 
-    def _keep_on_host(self, here: Slot, slots: Slots) -> Job:
+    def _pool(self, here: Slot) -> Pool | None:
+        """The buffers of the host for what has no memory of its own on the device."""
+        if here.kind in (SlotKind.KEPT, SlotKind.KEPT_PART):
+            return self.kept
+        return self.matrices if here.kind in BETWEEN_TIERS else None
+
+    def _keep_on_host(self, here: Slot, slots: Slots, pool: Pool) -> Job:
         value = slots.get(here)
-        away = self.kept.take(value.numel()).view(value.shape)
+        away = pool.take(value.numel(), value.dtype).view(value.shape)
         slots.put(here.below, away)
         return lambda: copy(away, value)
 
-    def _bring_back(self, here: Slot, slots: Slots) -> Job:
+    def _bring_back(self, here: Slot, slots: Slots, pool: Pool) -> Job:
         away = slots.get(here.below)
         value = torch.empty(away.shape, dtype=away.dtype, device=self.comm.device)
-        self.kept.give(away)
+        pool.give(away)
         slots.put(here, value)
         return lambda: copy(value, away)

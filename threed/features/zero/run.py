@@ -56,7 +56,7 @@ class ZeroRun(UpdateCount):
         self.update_differences: list[tuple[int, torch.Tensor]] | None = None
         # Whether this rank adds the loss, which all ranks have that share a layer's parameters, to the sum.
         self._speaks = comm.here.is_first(axes_of("parameters"))
-        self.matrices = MatrixRun(config, comm, states)
+        self.matrices = MatrixRun(config, comm, table, states)
         self._staging = torch.zeros(buffers.staging, dtype=torch.uint8, device=comm.device)
 
     def handlers(self) -> dict[Op, Callable[[Instruction, Slots], Job | None]]:

@@ -34,6 +34,8 @@ class Storage(NamedTuple):
     adding: torch.Tensor  # of the host: where pieces of a gradient arrive that are added to a sum there
     host_weights: Pool  # parameters on their way between the host and another tier
     host_states: Pool  # optimizer state on its way between the host and the disk
+    host_matrices: Pool  # what the host has begun to step, and what was turned, on their way
+    packing: torch.Tensor  # of the host: where an update of matrices is made, before it is packed
     disk: Disk | None
     weight_grads: WeightGrads
 
@@ -51,6 +53,8 @@ class Storage(NamedTuple):
                    flat(buffers.adding, precision.grad, host, pinned),
                    Pool(buffers.host_weights, precision.compute, host, pinned, for_disk=True),
                    Pool(buffers.host_states, torch.uint8, host, for_disk=True),
+                   Pool(buffers.host_matrices, torch.uint8, host, pinned),
+                   plain.zeros(buffers.packing, torch.uint8),
                    Disk(str(config.offload.nvme_path), comm.rank) if uses_disk else None, weight_grads)
 
     @property

@@ -26,8 +26,9 @@ from threed.features.zero.updates import Due
 from threed.optim import step as optimizer
 from threed.optim.base import Update, View
 from threed.program.entries import Turning
-from threed.program.instruction import TO_OWNERS, Instruction, Slot, SlotKind
+from threed.program.instruction import TO_OWNERS, Instruction, Slot, SlotKind, Tier
 from threed.program.slots import Slots
+from threed.program.table import Table
 from threed.schema import Config
 from threed.tensor.precision import DTYPES
 
@@ -45,8 +46,8 @@ class _Way(NamedTuple):
 class MatrixRun:
     """The handlers of EXCHANGE of matrices, and of the parts of STEP."""
 
-    def __init__(self, config: Config, comm: Comm, states: Mapping[int, UnitState]):
-        self.config, self.comm, self.states = config, comm, states
+    def __init__(self, config: Config, comm: Comm, table: Table, states: Mapping[int, UnitState]):
+        self.config, self.comm, self.table, self.states = config, comm, table, states
         self.turned = Turned(comm.device)
         self._turns: dict[int, Turns] = {}  # by unit
 
@@ -56,25 +57,35 @@ class MatrixRun:
         slots.put(Slot(TO_OWNERS[instruction.kind], instruction.unit), came)
         return job
 
-    def step(self, instruction: Instruction, slots: Slots, due: Due, differences: Differences | None) -> None:
-        """A part of a unit's step. A step that is skipped changes nothing, and what travels are zeros.
-        `differences`: of a step that is verified, to which is added."""
+    def step(self, instruction: Instruction, slots: Slots, due: Due,
+             differences: Differences | None) -> Job | None:
+        """A part of a unit's step: done, or where the state is off the device, as a job. A step that is
+        skipped changes nothing, and what travels are zeros. `differences`: of a step that is verified, to
+        which is added."""
         unit, turns, config = instruction.unit, self.of(instruction.unit), self.config.optimizer
-        taken = due.clipped.finite
+        part, taken, away = instruction.part, due.clipped.finite, turns.state.gradient.away
+        tier = Tier.HOST if away else Tier.DEVICE
         twice = None if differences is None else lambda count: differences.append((unit, count))
 
         def by(decay: bool) -> Update:
             return Update(config, due.lr, due.update, decay, due.clipped.scale)
 
-        if instruction.part == "begin":
-            gradient = turns.state.gradient.step()
-            update = turns.begin(by, gradient, config.turn_dtype, taken, twice)
-            slots.put(Slot(SlotKind.UPDATE, unit), update)
-        elif instruction.part == "turn":
+        if part == "turn":
             turned = turns.turn(by(True), slots.get(Slot(SlotKind.MATRIX, unit)), taken, twice, self.turned)
             slots.put(Slot(SlotKind.TURNED, unit), turned)
-        elif taken:
-            turns.end(by, slots.get(Slot(SlotKind.DIRECTION, unit)), twice)
+            return None
+        if part == "begin":
+            update, job = turns.begin(by, DTYPES[config.turn_dtype], taken, twice)
+            slots.put(Slot(SlotKind.UPDATE, unit, tier=tier), update)
+        else:
+            out, job = turns.end(by, slots.get(Slot(SlotKind.DIRECTION, unit, tier=tier)), taken, twice)
+            if away:
+                slots.put(self.table.shards.weight(unit).on(tier), out)
+        if away:
+            slots.put(Slot(SlotKind.STATE, unit, tier=tier), True)
+            return job
+        job()
+        return None
 
     def of(self, unit: int) -> Turns:
         if unit not in self._turns:
@@ -117,26 +128,40 @@ class Turns:
 
     # ---- the parts of a step
 
-    def begin(self, by: Callable[[bool], Update], gradient: torch.Tensor, dtype: str, taken: bool,
-              twice: Twice | None) -> torch.Tensor:
-        """Update the state, if the step is `taken`. Returns what goes to the owners. `by`: the numbers of
-        ranges with weight decay, and without."""
-        part, state = self.part, self.state.optimizer_state
+    def begin(self, by: Callable[[bool], Update], dtype: torch.dtype, taken: bool,
+              twice: Twice | None) -> tuple[torch.Tensor, Job]:
+        """What goes to the owners, and the job that makes it and updates the state, if the step is `taken`.
+        `by`: the numbers of ranges with weight decay, and without."""
+        part, state, gradient = self.part, self.state.optimizer_state, self.state.gradient.step()
         first, stop = part.shard
-        made = torch.zeros(stop - first, dtype=DTYPES[dtype], device=gradient.device)
-        for segment in part.segments() if taken else ():
-            view = View(part.range(state.master, segment), part.range(gradient, segment),
-                        {name: part.range(each, segment) for name, each in state.buffers.items()})
-            inside = first <= segment.start < stop
-            out = (made[segment.start - first:segment.stop - first] if inside
-                   else made.new_empty(segment.stop - segment.start))
-            again, other = (optimizer.copied(view), out.clone()) if twice is not None else (view, out)
-            optimizer.begin(by(segment.decay), view, out)
-            if twice is not None:
-                optimizer.begin(by(segment.decay), again, other)
-                twice(optimizer.differing([(out, other), *_pairs(view, again)]))
-        return _packed([made[piece.start - first:piece.stop - first]
-                        for piece in _each(self.to_owners.gives)], made)
+        update, made = self._room(stop - first, dtype, gradient)
+        # (of the tensors that this rank has now: where they go to the disk afterwards, others are next)
+        views = [(segment, View(part.range(state.master, segment), part.range(gradient, segment),
+                                {name: part.range(each, segment) for name, each in state.buffers.items()}))
+                 for segment in part.segments()]
+
+        def job() -> None:
+            made.zero_()
+            for segment, view in views if taken else ():
+                inside = first <= segment.start < stop
+                out = (made[segment.start - first:segment.stop - first] if inside
+                       else made.new_empty(segment.stop - segment.start))
+                again, other = (optimizer.copied(view), out.clone()) if twice is not None else (view, out)
+                optimizer.begin(by(segment.decay), view, out)
+                if twice is not None:
+                    optimizer.begin(by(segment.decay), again, other)
+                    twice(optimizer.differing([(out, other), *_pairs(view, again)]))
+            parts = [made[piece.start - first:piece.stop - first] for piece in _each(self.to_owners.gives)]
+            torch.cat([made[:0], *parts], out=update[:sum(map(len, parts))])
+
+        return update, job
+
+    def _room(self, numel: int, dtype: torch.dtype, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Memory for what goes to the owners, and for the same before it is packed."""
+        if not self.state.gradient.away:
+            return like.new_empty(numel, dtype=dtype), like.new_empty(numel, dtype=dtype)
+        storage = self.state.optimizer_state.storage
+        return storage.host_matrices.take(numel, dtype), storage.packing.view(dtype)[:numel]
 
     def turn(self, by: Update, came: torch.Tensor, taken: bool, twice: Twice | None,
              sums: Turned) -> torch.Tensor:
@@ -158,20 +183,32 @@ class Turns:
         return _packed([_inside(whole[piece.matrix], piece).reshape(-1)
                         for piece in _each(self.back.gives)], came)
 
-    def end(self, by: Callable[[bool], Update], came: torch.Tensor, twice: Twice | None) -> None:
-        """Step the weights."""
-        part, state = self.part, self.state.optimizer_state
-        for piece, turned in zip(_each(self.back.takes), _split(came, self.back.takes), strict=True):
-            view = View(state.master[piece.start - part.owned[0]:piece.stop - part.owned[0]], turned[:0],
-                        {name: each[piece.start - part.owned[0]:piece.stop - part.owned[0]]
-                         for name, each in state.buffers.items()})
-            now = by(self.all.parameter(piece).decay)._replace(shape=self.how.matrices[piece.matrix].shape)
-            again = optimizer.copied(view) if twice is not None else view
-            optimizer.end(now, view, turned)
-            if twice is not None:
-                optimizer.end(now, again, turned)
-                twice(optimizer.differing(_pairs(view, again)))
-        state.publish()
+    def end(self, by: Callable[[bool], Update], came: torch.Tensor, taken: bool,
+            twice: Twice | None) -> tuple[torch.Tensor, Job]:
+        """The new weights, as compute reads them, and the job that makes them, if the step is `taken`."""
+        part, state, away = self.part, self.state.optimizer_state, self.state.gradient.away
+        out = self.state.weights.step_output() if away else self.state.weights.at_home
+        master, buffers = state.master, state.buffers
+        if away:
+            state.storage.host_matrices.give(came)
+
+        def job() -> None:
+            for piece, turned in zip(_each(self.back.takes), _split(came, self.back.takes),
+                                     strict=True) if taken else ():
+                where = slice(piece.start - part.owned[0], piece.stop - part.owned[0])
+                view = View(master[where], turned[:0], {name: each[where] for name, each in buffers.items()})
+                now = by(self.all.parameter(piece).decay)._replace(
+                    shape=self.how.matrices[piece.matrix].shape)
+                again = optimizer.copied(view) if twice is not None else view
+                optimizer.end(now, view, turned)
+                if twice is not None:
+                    optimizer.end(now, again, turned)
+                    twice(optimizer.differing(_pairs(view, again)))
+            if state.separate:
+                out[:part.count].copy_(master)
+                out[part.count:].zero_()
+
+        return out, job
 
     # ---- between them
 
@@ -179,10 +216,11 @@ class Turns:
         """What arrives, and the job that fills it."""
         way, device = self.to_owners if kind == SlotKind.UPDATE else self.back, device_of(value.device)
         gives, takes = (list(map(_numel, each)) for each in way)
-        came = value.new_empty(sum(takes))
+        # What goes to the host, or comes from it, is as large as the plan says.
+        came = value.new_empty(sum(takes) if kind == SlotKind.UPDATE else self.part.count)
 
         def job() -> None:
-            self.group.exchange(came, value, gives, takes).wait()
+            self.group.exchange(came[:sum(takes)], value[:sum(gives)], gives, takes).wait()
             for tensor in (value, came):
                 device.in_use(tensor)
 
@@ -198,7 +236,8 @@ def _each(pieces: Sequence[Sequence[Piece]]) -> Iterator[Piece]:
 
 
 def _split(flat: torch.Tensor, pieces: Sequence[Sequence[Piece]]) -> Sequence[torch.Tensor]:
-    return flat.split([piece.numel for piece in _each(pieces)])
+    sizes = [piece.numel for piece in _each(pieces)]
+    return flat[:sum(sizes)].split(sizes)
 
 
 def _inside(matrix: torch.Tensor, piece: Piece) -> torch.Tensor:

@@ -130,7 +130,7 @@ def main(argv: Sequence[str]) -> None:
     cases = [case(args, ranks) for ranks in args.ranks]
     for each in cases:
         planned(each.config)
-    compare("Muon", cases, args, argv)
+    compare("Muon", cases, args, argv, "Beside DDP")
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ SMALLEST = {
     "run.checkpoint": "--ranks 2 --layers 1 --hidden 64 --steps 1 --rounds 1",
     "run.fused": "--hidden 64 --tokens 32 --rounds 1",
     "run.import": "--gb 0.01 --ranks 2 --hidden 64 --vocab 256",
+    "run.muon_loss": "model.layers=1 model.hidden=32 model.seq_len=32 --quick",
     "run.planning": "--only advice --rounds 1",
     "run.recovery": "--ranks 2 --rounds 1",
     "run.same_numbers": "--against HEAD --only gpipe",

@@ -8,6 +8,7 @@ import os
 import runpy
 import signal
 import sys
+import types
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,9 @@ import threed.torchrun
 import threed.training.trainer  # (imported once, before the forks)
 from tests.fakecuda.server import LIMIT_S
 from threed.engine import engine
+from threed.tensor import fused as pieces
+from threed.tensor.pieces import Separate
+from threed.training import setup
 from threed.training.hooks import Callback
 
 
@@ -82,6 +86,26 @@ def beside(log: Path, argv: Sequence[str], env: dict[str, str]) -> int:
         torch.cuda.set_stream(stream)
 
     engine.Engine.__init__ = init
+    return command(log, argv, env)
+
+
+def fused(log: Path, argv: Sequence[str], env: dict[str, str], failing: Sequence[int]) -> int:
+    """`threed ARGV ...`, where pieces are "compiled" to separate operations, until in the second step one of
+    them fails on some ranks."""
+    calls = 0
+
+    def gelu(*given: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls > 10 and torch.distributed.get_rank() in failing:
+            raise RuntimeError("no space left on device")
+        return Separate.gelu(*given)
+
+    made = types.SimpleNamespace(**{**vars(Separate), "gelu": gelu})
+    for module in (engine, setup):
+        module.compiles = lambda *_: True
+    pieces._compiled, pieces._kernels = (lambda body: body), lambda: made  # pyright: ignore
+    pieces.Fused.kernels = lambda *_: None
     return command(log, argv, env)
 
 

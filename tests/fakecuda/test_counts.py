@@ -34,6 +34,7 @@ CONFIGS = {
     "one rank": [],
     "one rank, bf16": ["precision.dtype=bf16"],
     "one rank, fp16 with clipping": ["precision.dtype=fp16", "optimizer.clip_grad=1"],
+    "one rank, bf16, CUDA graphs": ["precision.dtype=bf16", "run.cuda_graphs=true"],
     "dp 2, ZeRO-1": ["parallel.dp=2", "zero.stage=1"],
     "dp 2, ZeRO-3": ZERO3,
     "tp 2, sequence parallelism": ["parallel.tp=2", "parallel.sequence_parallel=true"],

@@ -14,6 +14,7 @@ from tests.harness import tiny
 from threed.engine.device import attention, compiles
 from threed.tensor.documents import Documents, attend, outside, varlen_call
 from threed.tensor.fused import Fused
+from threed.tensor.pieces import DropOf, Normed, Separate, Statistics
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
@@ -98,3 +99,39 @@ def test_compiled_pieces_are_as_the_plain_ones(dtype):
             results.append((y, *torch.autograd.grad(y, x, torch.ones_like(y))))
         for got, want in zip(*results, strict=True):
             near(got, want, 1e-5 if dtype == torch.float32 else 0.01)
+
+
+@kernels
+@pytest.mark.parametrize("width", [1024, 5120, 12288])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_pieces_with_sums_are_as_separate_operations(dtype, width):
+    """Those of models with biases and layer norms, of narrow tokens and of wide ones."""
+    if not compiles(tiny("model.fused=auto"), DEVICE):
+        pytest.skip("no compiler is found for this device")
+
+    def drawn(*sizes: int) -> torch.Tensor:
+        return torch.randn(*sizes, device=DEVICE, dtype=dtype)
+
+    kernels, tokens = Fused(compile=True).sums(DEVICE), (70, 2)
+    x, part, grad, of_normed = (drawn(*tokens, width) for _ in range(4))
+    drop = DropOf(0.25, (3, "here"), torch.tensor([5, 6], device=DEVICE), ((range(7, 77),),))
+    bias, norm = drawn(width), Normed(drawn(width), drawn(width), 1e-5)
+    heads = [drawn(2, width // 64, 70, 64).permute(2, 0, 1, 3).unflatten(2, (-1, 1)) for _ in range(3)]
+    ids, table = torch.randint(50, tokens, device=DEVICE), drawn(40, width).float()
+    stream, *normed = kernels.ended(x, part, bias, drop, norm)
+    kept = Statistics(stream, *normed[1:])
+    results = []
+    for by, wide in ((kernels, lambda each: each), (Separate, lambda each: each.double())):
+        into = wide(table.clone())
+        by.add_rows(into, ids, wide(grad))
+        far = Normed(wide(norm.weight), wide(norm.shift), norm.eps)
+        # the norm is of the stream as it was stored
+        sums = by.ended(wide(x), wide(part), wide(bias), drop, None)[:1]
+        normed = by.ended(wide(stream), None, None, None, far)[1:]
+        results.append((
+            by.gelu(wide(x)), *by.gelu_backward(wide(x), wide(grad), True),
+            *by.joined([wide(each) for each in heads], True), *sums, *normed, into,
+            *by.ended_backward(wide(grad), wide(of_normed), Statistics(*map(wide, kept)), far, drop,
+                               (True, True))))
+    for got, want in zip(*results, strict=True):
+        near(got, want, 1e-5 if dtype == torch.float32 else 0.01)

@@ -9,6 +9,7 @@ from collections import Counter
 import pytest
 import torch
 
+import threed
 from tests.harness import tiny, why_refused
 from threed.base.errors import ConfigError
 from threed.base.mesh import OWNERS, Mesh
@@ -17,6 +18,8 @@ from threed.features.zero.matrices import UnitMatrices, members
 from threed.features.zero.shard import layout
 from threed.models.layers.attention import targets
 from threed.planner import layouts, make_mesh, make_plan
+from threed.prediction.analytic import cost
+from threed.prediction.hardware import Hardware
 from threed.program.instruction import Instruction, Op, Slot, SlotKind
 from threed.program.traffic import sent_by
 from threed.schema import ModelConfig
@@ -229,6 +232,20 @@ def test_bad_input(overrides, words):
     with pytest.raises(ConfigError) as caught:
         tiny("optimizer.name=muon", *overrides)
     assert words in str(caught.value)
+
+
+def test_what_the_host_steps_is_not_the_turns():
+    """What its steps and moves make a step longer is no more than what they take; and a run's costs are of
+    what the device computes."""
+    config = config_of("parallel.dp=2", "zero.stage=1", "offload.optimizer=cpu")
+    document = threed.predict(config, "h100-sxm")
+    stage, = document["stages"]
+    assert 0 < document["exposed_host_s"] <= stage["host_s"] + sum(stage["transfer_s"].values())
+    plan = make_plan(config)
+    turn, = {item for item in plan.programs["train"][0] if item.part == "turn" and item.unit == 1}
+    priced = cost(plan, Hardware.parse("h100-sxm"), {(0, Op.STEP, 1): 7.0})
+    assert priced(0, turn) == 7.0
+    assert priced(0, turn._replace(part="begin")) < 1.0 and priced(0, turn._replace(part="end")) < 1.0
 
 
 def test_the_mesh_is_what_it_was():

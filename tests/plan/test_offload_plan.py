@@ -361,7 +361,7 @@ def test_bytes_of_parameters(where):
     ([*CPU, "offload.gradients=host", "zero.stage=0"], "needs zero.stage of at least 2, and it is 0: below"),
     ([*CPU, "offload.gradients=disk", "zero.stage=2"], "offload.gradients=disk: must be one of"),
     ([*CPU, "offload.delayed_update=true"], "offload.delayed_update=True: the key is gone: "
-                                            "offload.overlap=next, which is the default, hides"),
+                                            "offload.overlap=auto, the default, hides"),
     ([*CPU, "offload.warmup=10"], "offload.warmup=10: the key is gone with offload.delayed_update"),
     ([*CPU, "offload.ratio=0"], "offload.ratio=0.0: must be above 0 and at most 1"),
     ([*CPU, "offload.ratio=2"], "offload.ratio=2.0: must be above 0 and at most 1"),

@@ -9,8 +9,8 @@ from threed.base.errors import Problem
 
 # Key -> the value that asks for nothing, and what to do where it has another
 _RETIRED: dict[str, tuple[Any, str]] = {
-    "offload.delayed_update": (False, "the key is gone: offload.overlap=next, which is the default, hides "
-                                      "the host's step as well, and applies no gradient late; leave it out"),
+    "offload.delayed_update": (False, "the key is gone: offload.overlap=auto, the default, hides the host's "
+                                      "step where it can, and applies no gradient late; leave it out"),
     "offload.warmup": (0, "the key is gone with offload.delayed_update: no gradient is applied late; leave "
                           "it out"),
 }

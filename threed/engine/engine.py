@@ -78,13 +78,13 @@ class Engine:
                           config.data.document_mask and attention(config, comm.device) == "varlen",
                           config.train.seed, comm.device, comm.mesh.tokens_of(comm.here), config.by_heads,
                           config.parallel.cp_order)
-        self.places = context.places
+        self.places, self.fused = context.places, context.fused
         layers = built(config, table, table.units_of(position), context, parameters)
         stream, keeping = streams(config, table, context), partial(_keeping, table, self.states, self.saving)
         self.activation = activation = ActivationRun(comm, table, shared, dtype, stream)
         self.pipeline = PipelineRun(comm, table, layers, context, stream, keeping, activation)
         if self.graphs is not None:
-            self.pipeline.runner = self.graphs
+            self.pipeline.runner = self.zero.updater = self.graphs
         travel = TravelRun(comm, table)
         self.arrivals = travel.arrivals
         sharing = [self.zero.handlers(), activation.handlers(), travel.handlers()]

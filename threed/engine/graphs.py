@@ -1,4 +1,5 @@
-"""CUDA graphs at run time: the computation of a unit is recorded once, and replayed after that.
+"""CUDA graphs at run time: the computation of a unit is recorded once, and replayed after that; so is its
+update, where the device has the numbers of it.
 
 A host issues a kernel in some microseconds; where kernels are shorter than that, the GPU waits for the host.
 A graph issues all kernels of a unit's forward or backward at once. What is recorded is what the handlers of
@@ -15,8 +16,8 @@ been recorded there is there again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -30,11 +31,13 @@ from threed.devices import device_of
 from threed.devices.device import GraphPiece, Recorder
 from threed.features.zero.gradient import Gradient
 from threed.features.zero.units import UnitState
+from threed.optim.base import OnDevice
 from threed.program.graphs import PROGRAM, GraphKey, Turn
 from threed.tensor.context import Batch
 from threed.tensor.layers import WeightGrads
 
 Tensors = Sequence[torch.Tensor | None]
+UPDATES = -1, 0  # the set of updates, of no stage
 WARM_STEPS = 1  # steps without graphs: libraries load, and pieces are compiled
 
 
@@ -85,7 +88,8 @@ class _Record:
 
 
 class GraphRun:
-    """Runs the computation of instructions by graphs (as features/pipeline/run.Runner)."""
+    """Runs the computation of instructions by graphs (as features/pipeline/run.Runner), and updates on the
+    device (as features/zero/run.Updater)."""
 
     def __init__(self, turns: Mapping[int, Turn], states: dict[int, UnitState], weight_grads: WeightGrads,
                  device: torch.device):
@@ -96,6 +100,8 @@ class GraphRun:
         self._records: dict[GraphKey, _Record] = {}
         self._origin: dict[int, tuple[int, int, int]] = {}  # address -> stage, set and variant of an output
         self._batches: dict[tuple[int, int], tuple[int, Batch]] = {}  # set -> micro-batch, its data
+        self._updates: dict[tuple[int, bool], _Record] = {}  # unit, whether its gradient is divided
+        self._numbers: dict[str, torch.Tensor] = {}  # of updates, where graphs read them
         self._program, self._steps = "", 0
         self._turn: Turn | None = None
         self.recording: _Record | None = None
@@ -110,8 +116,11 @@ class GraphRun:
 
     def at(self, index: int) -> None:
         """This instruction of the program comes next."""
-        active = self._program == PROGRAM and self._steps > WARM_STEPS
-        self._turn = self.turns.get(index) if active else None
+        self._turn = self.turns.get(index) if self._active else None
+
+    @property
+    def _active(self) -> bool:
+        return self._program == PROGRAM and self._steps > WARM_STEPS
 
     def groups(self, groups: dict[str, Group]) -> dict[str, Any]:
         """The groups with which layers are built."""
@@ -128,7 +137,7 @@ class GraphRun:
             self.states[unit].gradient.whole()
         record, kept = self._records.get(turn.key), None
         if record is not None:
-            self._check(turn, record)
+            _check(f"{turn.key.op} u{turn.key.unit}", record.memory, self._memory(turn))
             outputs: Tensors = record.outputs
         else:
             record, outputs, kept = self._record(turn, inputs, body)
@@ -156,6 +165,33 @@ class GraphRun:
             self._batches[key.stage, key.set] = microbatch, copy
         return copy
 
+    def numbers(self, given: OnDevice) -> OnDevice:
+        """The numbers of a step's updates, where graphs read them."""
+        for name, value in given._asdict().items():
+            if value is not None:
+                if name not in self._numbers:
+                    self._numbers[name] = self.recorder.fixed(value)
+                self._numbers[name].copy_(value)
+        return OnDevice(*(None if value is None else self._numbers[name]
+                          for name, value in given._asdict().items()))  # pyright: ignore[reportArgumentType]
+
+    def update(self, unit: int, numbers: OnDevice, body: Callable[[], None]) -> None:
+        """The update of a unit. What it makes meanwhile has memory of its own, which updates share."""
+        if not self._active:
+            body()
+            return
+        key, state = (unit, numbers.divisor is not None), self.states[unit]
+        kept = state.optimizer_state
+        memory = [each.data_ptr() for each in (kept.master, *kept.buffers.values(), state.gradient.values,
+                                               state.weights.at_home)]
+        if key not in self._updates:
+            with self._recording(UPDATES) as record:
+                body()
+            record.memory, self._updates[key] = memory, record
+        _check(f"the update of p{unit}", self._updates[key].memory, memory)
+        for step in self._updates[key].steps:
+            step()
+
     def leaving(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor that is used beside the computation: a copy, if it is in the memory of a set, which no
         copy or message under way holds back from its next use."""
@@ -163,16 +199,27 @@ class GraphRun:
 
     def _record(self, turn: Turn, inputs: Sequence[torch.Tensor],
                 body: Callable[..., tuple[Tensors, Any]]) -> tuple[_Record, Tensors, Any]:
-        home = turn.key.stage, turn.key.set
+        memory = self._memory(turn)
+        with self._recording((turn.key.stage, turn.key.set)) as record:
+            places = [self._place(each, turn) for each in inputs]
+            outputs, kept = body(*places)
+        record.memory = memory
+        record.inputs = [_unowned(each) for each in places]
+        record.outputs = [_unowned(each) if each is not None else None for each in outputs]
+        self._origin |= {each.data_ptr(): turn.key.pool for each in outputs if each is not None}
+        self._records[turn.key] = record
+        return record, outputs, kept
+
+    @contextmanager
+    def _recording(self, home: tuple[int, int]) -> Iterator[_Record]:
+        """What runs within the context is recorded, with its memory in a set."""
         if home not in self._pools:
             self._pools[home] = self.recorder.pool()
         record = _Record(self._pools[home], self.recorder)
-        record.memory = self._memory(turn)
         self.recording, self.weight_grads.taken = record, record.gradients
         try:
             record.begin()
-            places = [self._place(each, turn) for each in inputs]
-            outputs, kept = body(*places)
+            yield record
             record.end()
         except Exception as error:
             record.abandon()
@@ -180,11 +227,6 @@ class GraphRun:
                                "without)") from error
         finally:
             self.recording, self.weight_grads.taken = None, None
-        record.inputs = [_unowned(each) for each in places]
-        record.outputs = [_unowned(each) if each is not None else None for each in outputs]
-        self._origin |= {each.data_ptr(): turn.key.pool for each in outputs if each is not None}
-        self._records[turn.key] = record
-        return record, outputs, kept
 
     def _place(self, given: torch.Tensor, turn: Turn) -> torch.Tensor:
         """Where a graph reads an input: where it is, if the graph before in this pass has made it, else in a
@@ -199,12 +241,6 @@ class GraphRun:
         """The addresses of parameters and gradients, and which gradients begin anew."""
         params = [self.states[unit].weights.whole().data_ptr() for unit in turn.params]
         return params, [self.states[unit].gradient.place() for unit in turn.grads]
-
-    def _check(self, turn: Turn, record: _Record) -> None:
-        if (memory := self._memory(turn)) != record.memory:
-            raise RunError(f"the CUDA graph of {turn.key.op} u{turn.key.unit} was recorded with its "
-                           f"parameters and gradients at {record.memory}, and now they are at {memory}; set "
-                           "run.cuda_graphs=false, and report this with the config")
 
 
 class _Outside:
@@ -234,6 +270,13 @@ class _Outside:
         if record is None or self._group.size() == 1:
             return collective(*tensors)
         return record.call(collective, tensors)
+
+
+def _check(what: str, recorded: object, memory: object) -> None:
+    if memory != recorded:
+        raise RunError(f"the CUDA graph of {what} was recorded with its parameters and gradients at "
+                       f"{recorded}, and now they are at {memory}; set run.cuda_graphs=false, and report "
+                       "this with the config")
 
 
 def _unowned(tensor: torch.Tensor) -> torch.Tensor:

@@ -146,8 +146,8 @@ def mean_costs(ranks: Sequence[RankTrace], traces: Sequence[Sequence[Trace]],
     sums: dict[tuple[int, Op, int], list[float]] = defaultdict(lambda: [0.0, 0.0])
     for rank, of_rank in zip(ranks, traces):
         for trace in of_rank:
-            for item, took in zip(rank.program, trace.took(), strict=True):
-                if item.op in COMPUTE or item.op == Op.STEP:
+            for item, took, lane in zip(rank.program, trace.took(), rank.lanes, strict=True):
+                if item.op in COMPUTE or (item.op == Op.STEP and not (item.part and lane == "host")):
                     pair = sums[rank.here.position, item.op, item.unit]
                     pair[0] += took
                     pair[1] += 1

@@ -31,7 +31,9 @@ from threed.prediction.hardware import peak_tflops
 from threed.program.analysis import Analysis
 from threed.program.instruction import Instruction, Op
 from threed.program.simulate import Costs, predict
+from threed.program.table import Table
 from threed.program.trace import Trace, compute_s
+from threed.program.turning import on_host
 from threed.schema import Config
 
 HEAD = ("step_s", "compute_s", "memory", *(f"sent_{axis}" for axis in (*AXES, *FOLDS)), *PARTS, *COLUMNS)
@@ -148,7 +150,7 @@ class Meter:
             head += (_turn_s(trace, program), *self.turned.take())
         for writer in self.writers:
             head += writer.row()
-        own = _seconds(trace, program, max(len(table.units) - 1, *table.parameters) + 1)
+        own = _seconds(trace, program, table)
         sums = torch.zeros(table.num_positions, *own.shape, dtype=torch.float64)
         sums[here.position] = own
         rows = torch.zeros(self.comm.mesh.size, len(head), dtype=torch.float64)
@@ -247,12 +249,13 @@ class Meter:
         return self._predicted
 
 
-def _seconds(trace: Trace, program: Sequence[Instruction], width: int) -> torch.Tensor:
-    """[2, costed op, unit]: this rank's mean seconds, and 1 where it has such an instruction. `width`: number
-    of compute units or parameter units."""
+def _seconds(trace: Trace, program: Sequence[Instruction], table: Table) -> torch.Tensor:
+    """[2, costed op, unit]: this rank's mean seconds, and 1 where it has such an instruction. Of a step in
+    parts, those that the host does are left out."""
+    width = max(len(table.units) - 1, *table.parameters) + 1  # number of compute units or parameter units
     spent: dict[int, list[float]] = {}  # op and unit as one number -> seconds, instructions
     for item, took in zip(program, trace.took(), strict=True):
-        if item.op in COSTED:
+        if item.op in COSTED and not (item.part and on_host(item, table)):
             pair = spent.setdefault(COSTED.index(item.op) * width + item.unit, [0.0, 0.0])
             pair[0] += took
             pair[1] += 1

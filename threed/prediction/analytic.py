@@ -23,6 +23,7 @@ from threed.program.simulate import Costs, cost_of
 from threed.program.table import Table
 from threed.program.traffic import moved_by, sent_by
 from threed.program.trips import depends, trip_of
+from threed.program.turning import on_host
 from threed.program.walk import Cost
 from threed.schema import OptimizerConfig
 from threed.spec.kernels import FROZEN, Moved, Product
@@ -74,8 +75,7 @@ def cost(plan: Plan, hardware: Hardware, measured: Costs | None = None, imbalanc
 
     def seconds(position: int, instruction: Instruction) -> float:
         op = instruction.op
-        home = table.parameters[instruction.unit].state_home if op == Op.STEP else Tier.DEVICE
-        if by_run is not None and op not in (Op.OFFLOAD, Op.FETCH) and home == Tier.DEVICE:
+        if by_run is not None and op not in (Op.OFFLOAD, Op.FETCH) and not on_host(instruction, table):
             return by_run(position, instruction)
         # All micro-batches take the same time.
         key = position, form_key(instruction)

@@ -16,10 +16,11 @@ from typing import NamedTuple
 from threed.base.errors import InputError
 from threed.prediction.analytic import cost as analytic_cost
 from threed.prediction.hardware import Hardware
-from threed.program.instruction import COMPUTE, Instruction, Op, Tier
+from threed.program.instruction import COMPUTE, Instruction, Op
 from threed.program.plan import Plan
 from threed.program.simulate import Costs, cost_of
 from threed.program.table import Table
+from threed.program.turning import on_host
 from threed.program.walk import Cost
 
 NEAR, FAR = 1.02, 3.0  # factors up to which a time counts as measured, and from which on it is a guess
@@ -60,7 +61,9 @@ def transferred(plan: Plan, hardware: Hardware, run: Plan, costs: Costs) -> Tran
 
     def cost(position: int, instruction: Instruction) -> float:
         seconds = scaled.get((position, instruction.op, instruction.unit))
-        return here(position, instruction) if seconds is None else seconds
+        if seconds is None or on_host(instruction, plan.table):
+            return here(position, instruction)
+        return seconds
 
     return Transferred(cost, same / total if total else 1.0, min(factors), max(factors))
 
@@ -68,18 +71,19 @@ def transferred(plan: Plan, hardware: Hardware, run: Plan, costs: Costs) -> Tran
 def _works(plan: Plan) -> Iterator[tuple[int, Instruction, int]]:
     """(position, instruction, how often) of what a run measures: computation, and STEP on the device."""
     for position, program in enumerate(plan.programs["train"]):
-        counts = Counter((item.op, item.unit) for item in program if item.op in COMPUTE or item.op == Op.STEP)
-        for (op, unit), count in counts.items():
-            if op != Op.STEP:
-                yield position, Instruction(op, unit, 0), count
-            elif plan.table.parameters[unit].state_home == Tier.DEVICE:
-                yield position, Instruction(op, unit), count
+        counts = Counter((item.op, item.unit) for item in program if item.op in COMPUTE)
+        yield from ((position, Instruction(op, unit, 0), count) for (op, unit), count in counts.items())
+        steps = [item for item in program if item.op == Op.STEP and not on_host(item, plan.table)]
+        away = plan.table.shards.away
+        # (of a step in parts on the device a run measures the mean)
+        yield from ((position, item if away(item.unit) else item._replace(part=""), 1) for item in steps)
 
 
 def _like(item: Instruction, plan: Table, run: Table) -> tuple[int, Instruction]:
     """(position, instruction) of the run that is most like one of the plan."""
     if item.op == Op.STEP:
-        names = {unit: each.name for unit, each in run.parameters.items() if each.state_home == Tier.DEVICE}
+        names = {unit: each.name for unit, each in run.parameters.items()
+                 if not on_host(item._replace(unit=unit), run)}
         unit = _named(plan.parameters[item.unit].name, names)
         return run.parameters[unit].positions[0], item._replace(unit=unit)
     unit = _named(plan.units[item.unit].name, {unit: each.name for unit, each in enumerate(run.units)})

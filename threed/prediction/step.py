@@ -20,6 +20,7 @@ from threed.program.seam import seam_of
 from threed.program.show import timeline
 from threed.program.summary import StageSummary, stages
 from threed.program.traffic import moved_by
+from threed.program.turning import on_host
 from threed.program.walk import Cost, Mode, Walk, walk
 
 SAMPLES = 50  # points of memory over time
@@ -118,12 +119,10 @@ def predicted_step(priced: PricedPlan, machine: Hardware, verify_every: int = 0)
              for i in highest(kept, SAMPLES)], held[position]))
     transfer_s = host_s = 0.0
     if any(row.transfer_s for row in rows):
-        on_host = [{unit for unit in plan.table.stepped(position) if plan.table.shards.away(unit)}
-                   for position in range(len(rows))]
         free: list[Cost] = [
             lambda at, item: 0.0 if item.op in _BETWEEN_TIERS else cost(at, item),
-            lambda at, item: 0.0 if item.op in _BETWEEN_TIERS or (
-                item.op == Op.STEP and item.unit in on_host[at]) else cost(at, item)]
+            lambda at, item: (0.0 if item.op in _BETWEEN_TIERS or on_host(item, plan.table) else
+                              cost(at, item))]
         transfer_s, host_s = (total - step(analysis, each, priced.hardware).total_s for each in free)
     return StepPrediction(total, rows, transfer_s, host_s, priced.source, analysis.digest,
                           _checkpoint(analysis, cost, when), slower,

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from threed.base.quantity import ALIGNMENT, round_up
 from threed.program.effects import Effects
-from threed.program.instruction import BETWEEN_TIERS, Op, Slot, SlotKind, Tier
+from threed.program.instruction import CARRIED, Op, Slot, SlotKind, Tier
 from threed.program.link import Links, Program
 from threed.program.table import Table
 from threed.program.turning import travels
@@ -146,7 +146,7 @@ def pool_of(slot: Slot, table: Table) -> str | None:
         return (None if streams else "host_grads") if on_host else "gshards" if streams else None
     if kind in (SlotKind.PARAM, SlotKind.PARAM_SHARD) and slot != table.shards.weight(slot.unit):
         return "host_weights" if on_host else "pshards" if kind == SlotKind.PARAM_SHARD else None
-    if on_host and kind in BETWEEN_TIERS:
+    if on_host and kind in CARRIED:
         return "host_matrices"
     comes = kind == SlotKind.STATE and on_host and slot != table.shards.state(slot.unit)
     return "host_states" if comes else None

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from threed.base.mesh import GROUPS
 from threed.program.entries import MadeTensor, ReadTensor, gradient_of
 from threed.program.instruction import (
-    BETWEEN_TIERS,
+    CARRIED,
     PARTS,
     SENT,
     WHOLES,
@@ -385,7 +385,7 @@ def _move_gradient(item: Instruction, table: Table) -> Effects | None:
 def _move_matrices(item: Instruction, table: Table) -> Effects | None:
     """What the host has begun goes up to be turned, and comes down."""
     upper = item.slot
-    if upper.tier != Tier.DEVICE or not travels(upper, table) or item.op != BETWEEN_TIERS[upper.kind]:
+    if upper.tier != Tier.DEVICE or not travels(upper, table) or item.op != CARRIED[upper.kind]:
         return None
     source, target = (upper, upper.below) if item.op == Op.OFFLOAD else (upper.below, upper)
     return Effects(_LANES[item.op, upper.tier], (source,), (target,), frees=(source,))
@@ -428,7 +428,7 @@ _MOVES: dict[str, Callable[[Instruction, Table, int], Effects]] = {
     **dict.fromkeys((SlotKind.KEPT, SlotKind.KEPT_PART), _move_activation),
     **dict.fromkeys((SlotKind.GRAD_SHARD, SlotKind.PREVIOUS_GRAD), _of_unit(_move_gradient)),
     SlotKind.STATE: _of_unit(_move_state),
-    **dict.fromkeys(BETWEEN_TIERS, _of_unit(_move_matrices)),
+    **dict.fromkeys(CARRIED, _of_unit(_move_matrices)),
     **dict.fromkeys((SlotKind.PARAM, SlotKind.PARAM_SHARD), _of_unit(_move_weight)),
     SlotKind.SNAPSHOT: _move_snapshot,
 }

@@ -148,7 +148,7 @@ WHOLES = {part: kind for kind, part in PARTS.items()}
 TO_OWNERS: dict[str, str] = {SlotKind.UPDATE: SlotKind.MATRIX, SlotKind.TURNED: SlotKind.DIRECTION}
 OF_MATRICES = (*TO_OWNERS, *TO_OWNERS.values())
 # What a step of matrices on the host takes to the device, and back -> the move
-BETWEEN_TIERS: dict[str, Op] = {SlotKind.UPDATE: Op.FETCH, SlotKind.DIRECTION: Op.OFFLOAD}
+CARRIED: dict[str, Op] = {SlotKind.UPDATE: Op.FETCH, SlotKind.DIRECTION: Op.OFFLOAD}
 PARAMETER_KINDS: frozenset[str] = frozenset({
     *OF_MATRICES, SlotKind.PARAM, SlotKind.PARAM_SHARD, SlotKind.STATE, SlotKind.WEIGHT_GRAD, SlotKind.TP_SUM,
     SlotKind.SHARD_SUM, SlotKind.REPLICA_SUM, SlotKind.GRAD_SHARD, SlotKind.PREVIOUS_GRAD, SlotKind.SNAPSHOT})

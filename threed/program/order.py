@@ -24,7 +24,7 @@ from typing import NamedTuple
 from threed.program.buffers import Buffers, pool_of, size_in
 from threed.program.effects import Effects
 from threed.program.forms import Form
-from threed.program.instruction import BETWEEN_TIERS, MESSAGES, Op, Slot, SlotKind, Tier
+from threed.program.instruction import CARRIED, MESSAGES, Op, Slot, SlotKind, Tier
 from threed.program.link import Links, Pair, Step, follow
 from threed.program.table import Table
 
@@ -122,7 +122,7 @@ def _by_allocator(forms: Sequence[Form]) -> Iterator[Pair]:
     pile up, in memory that no plan counts."""
     moves = {form for form in dict.fromkeys(forms)
              if (form.effect.lane in ("d2h", "h2d") and form.item.kind in (SlotKind.KEPT, SlotKind.KEPT_PART))
-             or (form.item.op == Op.FETCH and form.item.kind in BETWEEN_TIERS)
+             or (form.item.op == Op.FETCH and form.item.kind in CARRIED)
              or ((form.item.of_slot or form.item.op == Op.EXCHANGE) and form.effect.lane != "compute")}
     computed = -1  # the latest instruction of the compute lane
     leaving = [-1, -1]  # the last two that take a kept input to the host

@@ -9,15 +9,16 @@
 With `begin` the update of the weights begins: from then on nothing of the step may read them, and no gathered
 copy may be alive.
 
-Where the state is off the device, the host does `begin` and `end`. `FETCH update p3` takes what is to be
-turned to the device, and `OFFLOAD direction p3` takes what was turned to the host.
+Where the state is off the device, the host does `begin` and `end`, and weights change with `end`. `FETCH
+update p3` takes what is to be turned to the device, and `OFFLOAD direction p3` takes what was turned to the
+host.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from threed.program.instruction import BETWEEN_TIERS, TO_OWNERS, Instruction, Slot, SlotKind, Tier
+from threed.program.instruction import CARRIED, TO_OWNERS, Instruction, Op, Slot, SlotKind, Tier
 from threed.program.table import Table
 
 
@@ -43,9 +44,14 @@ def part_of(item: Instruction, table: Table) -> StepPart:
     return parts[item.part]
 
 
+def on_host(item: Instruction, table: Table) -> bool:
+    """Whether an instruction is a step, or a part of one, that the host does."""
+    return item.op == Op.STEP and item.part != "turn" and table.shards.away(item.unit)
+
+
 def travels(slot: Slot, table: Table) -> bool:
     """Whether a slot of matrices goes between the host, which steps its unit, and the device."""
-    return (slot.kind in BETWEEN_TIERS and table.shards.away(slot.unit)
+    return (slot.kind in CARRIED and table.shards.away(slot.unit)
             and table.parameters[slot.unit].turning is not None)
 
 

@@ -1,13 +1,16 @@
-"""Agreement: requests to stop and to save, on which all ranks act after the same step. A rank's own requests
-are in base/requests; all ranks learn of them with the numbers of a step, in the meter's all-reduce."""
+"""Agreement: what all ranks learn of each other with the numbers of a step, in the meter's all-reduce, and on
+which they act after the same step: requests to stop and to save (a rank's own are in base/requests), and
+whether pieces of the model are compiled."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
+from threed.base.errors import RunError
 from threed.base.requests import Requests
 from threed.comm.group import Comm
 from threed.monitor.meter import StepReport
+from threed.tensor.fused import Fused
 
 
 class Agreement:
@@ -30,3 +33,26 @@ class Agreement:
     def learn(self, step: StepReport) -> None:
         """Take over what any rank has asked for."""
         self.stop, self.save = (bool(step.column(what).any()) for what in self.columns)
+
+
+class SamePieces:
+    """A writer of the meter. A rank whose compiler fails in a step goes on by separate operations, which
+    round otherwise. If all ranks do, they go on; else ranks of a tensor-parallel group, which have copies of
+    the same weights, would part."""
+
+    columns: tuple[str, ...] = ("pieces",)
+
+    def __init__(self, fused: Fused):
+        self._fused = fused
+
+    def row(self) -> Iterable[float]:
+        return [float(self._fused.compile)]
+
+    def learn(self, step: StepReport) -> None:
+        """RunError, on all ranks, where some have compiled pieces and others have not."""
+        compiled = step.column("pieces")
+        if compiled.min() != compiled.max():
+            rank = int(compiled.argmin())
+            raise RunError(f"model.fused=auto: rank {rank} could not compile a piece of the model in this "
+                           "step (its warning says why), and other ranks could, which round otherwise. Go on "
+                           "from the newest checkpoint; if it happens again, set model.fused=off")

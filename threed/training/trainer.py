@@ -28,7 +28,7 @@ from threed.program.plan import Plan
 from threed.schema import Config
 from threed.tensor.context import Batch
 from threed.tensor.documents import Documents
-from threed.training.agreement import Agreement
+from threed.training.agreement import Agreement, SamePieces
 from threed.training.checkpoints import Checkpoints
 from threed.training.deadline import Deadline
 from threed.training.hooks import Callback, Step
@@ -63,11 +63,12 @@ class Trainer:
         self.train_split, self.validation_split = data
         self.tokenizer = tokenizer
         self._requests, self.agreement = requests, Agreement(requests)
+        self._pieces = SamePieces(engine.fused)
         self.verifier = Verifier(engine)
         self.checkpoints = Checkpoints(self.config, engine, watch, log, resumed, self._saved)
         turned = engine.zero.matrices.turned if turning(self.config.optimizer.name) is not None else None
         self.meter = Meter(self.config, engine.analysis, self.comm, engine.arrivals,
-                           (self.agreement, self.checkpoints), turned)
+                           (self.agreement, self.checkpoints, self._pieces), turned)
         self.skipped = Skipped(engine, self.checkpoints, self.say, resumed.manifest.skipped)
         self.samples: int = resumed.manifest.samples  # of the training split, so far
         self.tokens = tokens_seen(resumed.manifest)  # of them; the length of samples may change
@@ -168,6 +169,7 @@ class Trainer:
         with self.watch.phase(f"metrics of step {number}"):
             measured = self.meter.report(trace, self.meter.lap())
         self.agreement.learn(measured)
+        self._pieces.learn(measured)
         step = Step(number, clipped.loss, clipped.grad_norm, clipped.finite, trace, measured)
         step.metrics |= {"train/loss": clipped.loss, "train/lr": lr, "train/grad_norm": clipped.grad_norm,
                          "train/skipped_steps": float(self.skipped.total),

@@ -12,8 +12,8 @@ With offload.overlap=next the turns run in the next step's program, in the order
 units: a unit's first reader waits for its own update alone, and the other turns run beside what does not need
 them yet. Nobody reads weights that are an update behind.
 
-Matrices that are turned go to the device and come back: the host begins the step of one unit while those of
-the unit before are on their way and are turned, and then ends that of the one before.
+Matrices that are turned go to the device and come back. In one turn the host begins the step of a unit,
+those of the unit before are turned, and the host ends the step of the unit before that.
 
 Where gradients do not fit the device (Shards.streams), each part goes to the host as soon as it is reduced,
 and is added up there.

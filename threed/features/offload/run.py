@@ -11,7 +11,7 @@ from threed.comm.group import Comm
 from threed.comm.lanes import Job, copy
 from threed.devices import device_of
 from threed.program.buffers import Buffers
-from threed.program.instruction import BETWEEN_TIERS, Instruction, Op, Slot, SlotKind, Tier
+from threed.program.instruction import CARRIED, Instruction, Op, Slot, SlotKind, Tier
 from threed.program.slots import Slots
 from threed.program.table import Table
 from threed.tensor.pool import Pool
@@ -66,7 +66,7 @@ class OffloadRun:
     def offload(self, instruction: Instruction, slots: Slots) -> Job | None:
         here = instruction.slot
         if (pool := self._pool(here)) is not None:
-            return self._keep_on_host(here, slots, pool)
+            return self._take_down(here, slots, pool)
         state = self.states[here.unit]
         if here.kind == SlotKind.SNAPSHOT:
             return state.take_snapshot()
@@ -78,7 +78,7 @@ class OffloadRun:
     def fetch(self, instruction: Instruction, slots: Slots) -> Job:
         here = instruction.slot
         if (pool := self._pool(here)) is not None:
-            return self._bring_back(here, slots, pool)
+            return self._take_up(here, slots, pool)
         state = self.states[here.unit]
         if here.kind == SlotKind.STATE:
             value, job = state.optimizer_state.fetch()
@@ -95,15 +95,15 @@ class OffloadRun:
         """The buffers of the host for what has no memory of its own on the device."""
         if here.kind in (SlotKind.KEPT, SlotKind.KEPT_PART):
             return self.kept
-        return self.matrices if here.kind in BETWEEN_TIERS else None
+        return self.matrices if here.kind in CARRIED else None
 
-    def _keep_on_host(self, here: Slot, slots: Slots, pool: Pool) -> Job:
+    def _take_down(self, here: Slot, slots: Slots, pool: Pool) -> Job:
         value = slots.get(here)
         away = pool.take(value.numel(), value.dtype).view(value.shape)
         slots.put(here.below, away)
         return lambda: copy(away, value)
 
-    def _bring_back(self, here: Slot, slots: Slots, pool: Pool) -> Job:
+    def _take_up(self, here: Slot, slots: Slots, pool: Pool) -> Job:
         away = slots.get(here.below)
         value = torch.empty(away.shape, dtype=away.dtype, device=self.comm.device)
         pool.give(away)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -41,6 +41,28 @@ class _Range(NamedTuple):
     copy: torch.Tensor | None
 
 
+class Updater(Protocol):
+    """How updates on the device are run."""
+
+    def numbers(self, given: OnDevice) -> OnDevice:
+        """The same numbers, where updates read them."""
+        ...
+
+    def update(self, unit: int, numbers: OnDevice, body: Callable[[], None]) -> None:
+        """Run `body`, the update of a unit by these numbers: kernels on tensors that stay where they are."""
+        ...
+
+
+class PlainUpdates:
+    """Runs updates as they are."""
+
+    def numbers(self, given: OnDevice) -> OnDevice:
+        return given
+
+    def update(self, unit: int, numbers: OnDevice, body: Callable[[], None]) -> None:
+        body()
+
+
 class ZeroRun(UpdateCount):
     def __init__(self, config: Config, comm: Comm, table: Table, states: dict[int, UnitState],
                  buffers: Buffers):
@@ -49,6 +71,7 @@ class ZeroRun(UpdateCount):
         self.stepped = {unit: states[unit] for unit in table.stepped(comm.here.position)}
         self.precision = Precision.of(config.precision)
         self.on_device: OnDevice | None = None  # the numbers of this step's updates there
+        self.updater: Updater = PlainUpdates()
         self.host_threads = 0  # of a step on the host; 0: as many as torch's
         self.waiting: Due | None = None  # of the gradients that wait for their STEP in the next program
         # While a step is verified: (unit, number of elements in which the two computations of its update
@@ -169,7 +192,7 @@ class ZeroRun(UpdateCount):
             if instruction.gradients == "drop":
                 state.gradient.drop()
         if instruction.gradients != "none" and device_of(self.comm.device).asynchronous:
-            self.on_device = self.due_on_device(clipped)
+            self.on_device = self.updater.numbers(self.due_on_device(clipped))
         if instruction.gradients == "wait":
             self.waiting = self.due(clipped)
             for slot in self.table.waiting(self.comm.here.position):
@@ -188,14 +211,18 @@ class ZeroRun(UpdateCount):
         clipped = slots.get(Slot(SlotKind.SCALE))
         if state.gradient.away:
             return self._step_on_host(state, gradient, self.due(clipped), slots)
-        ranges = self._ranges(state, gradient)
-        if self.on_device is not None and optimizer_called(self._rule(state.part).name).on_device:
+
+        def update(due: Due | None = None) -> None:
+            self._update(state.part, self._ranges(state, gradient), due)
+            state.optimizer_state.publish()
+
+        numbers, rule = self.on_device, optimizer_called(self._rule(state.part).name)
+        if numbers is not None and rule.on_device:
             # A step that is skipped changes no master weight: the same weights are published again.
-            self._update(state.part, ranges, None)
-            state.optimizer_state.publish()
+            updater = self.updater if self.update_differences is None else PlainUpdates()
+            updater.update(instruction.unit, numbers, update)
         elif clipped.finite:  # else weights do not change, and the training loop decides what follows
-            self._update(state.part, ranges, self.due(clipped))
-            state.optimizer_state.publish()
+            update(self.due(clipped))
         return None
 
     def _rule(self, part: UnitPart) -> OptimizerConfig:

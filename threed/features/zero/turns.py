@@ -143,9 +143,9 @@ class Turns:
         def job() -> None:
             made.zero_()
             for segment, view in views if taken else ():
-                inside = first <= segment.start < stop
-                out = (made[segment.start - first:segment.stop - first] if inside
-                       else made.new_empty(segment.stop - segment.start))
+                # (what another rank sends is made nowhere: `update` is free until all is packed)
+                at = segment.start - first if first <= segment.start < stop else 0
+                out = (made if first <= segment.start < stop else update)[at:][:segment.stop - segment.start]
                 again, other = (optimizer.copied(view), out.clone()) if twice is not None else (view, out)
                 optimizer.begin(by(segment.decay), view, out)
                 if twice is not None:

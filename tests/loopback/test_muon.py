@@ -297,6 +297,7 @@ def sizes_of_updates(config: Config, steps: int) -> list[float]:
 
 @pytest.mark.parametrize("scale", ["match_rms_adamw", "original"])
 @pytest.mark.parametrize("mesh", [[], ["parallel.dp=4", "zero.shard_size=2", "zero.stage=1"],
+                                  ["parallel.dp=2", "zero.stage=1", "offload.optimizer=cpu"],
                                   ["parallel.dp=2", "parallel.tp=2", "parallel.pp=2", "zero.stage=3"]])
 def test_the_size_of_updates_is_a_metric(mesh, scale):
     """Equal on all meshes: each owner adds its matrices."""

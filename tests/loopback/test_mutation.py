@@ -537,3 +537,21 @@ def test_a_gradient_goes_down_once():
 
     case = Case(0, 1, 3, dp=2, others=(ZERO_1, CPU, UNTIED, LATER))
     assert "reads 'gshard p1', which is not alive" in why_refused(make_plan(case.config()), edit)
+
+
+def test_what_is_stepped_in_place_is_not_gathered_then(monkeypatch):
+    """A host whose memory is the device's steps the shard where it is: it waits for a GATHER that nobody
+    reads, and which would write the old shard over the new one; a GATHER behind it waits for it."""
+    config = Case(0, 1, 2, layers=1, dp=2, others=(ZERO_2, CPU, UNTIED, LATER)).config()
+    plan, haste = make_plan(config), Haste(monkeypatch, 5)
+    (program,), right = plan.programs["train"], run(config, plan)
+    clip, step = (next(index for index, item in enumerate(program) if item.op == op)
+                  for op in (Op.CLIP, Op.STEP))
+    haste.lanes = "late"
+    for at in (clip + 1, step + 1):
+        unit = program[step].unit
+        edit = (*program[:at], Instruction(Op.GATHER, unit, group="dp"), Instruction(Op.RELEASE, unit),
+                *program[at:])
+        check_programs("train", [edit], plan.table)
+        for _ in range(4):
+            assert_parity(run(config, replace(plan, programs={**plan.programs, "train": [edit]})), right)

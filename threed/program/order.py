@@ -176,8 +176,7 @@ class Users:
             if slot not in self.alive and (key := self._pool(slot)) is not None:
                 self.buffers[slot], last = self.free[key].popleft()
                 before += last
-            else:
-                before += users.get(self._own(slot), ())
+            before += users.get(self._own(slot), ())
         changed = (*effect.updates, *effect.writes, *effect.adds)
         self.alive.update(changed)
         users.update((self._own(slot), [index]) for slot in changed)  # which has waited for the others
@@ -199,10 +198,11 @@ class Users:
 
     def _own(self, slot: Slot) -> Slot:
         """The slot whose memory this one's is a part of: a shard of parameters that stay whole, and a
-        gradient that waits for its STEP where it is."""
-        on_device, table = slot.tier == Tier.DEVICE, self.table
-        if slot.kind == SlotKind.PARAM_SHARD and on_device and table.parameters[slot.unit].whole:
-            return slot._replace(kind=SlotKind.PARAM)
+        gradient that waits for its STEP where it is. Weights that the host has stepped are where they live on
+        the device if the two have one memory."""
+        table = self.table
+        if slot.kind == SlotKind.PARAM_SHARD and (home := table.shards.weight(slot.unit)).tier == Tier.DEVICE:
+            return home._replace(kind=SlotKind.PARAM) if table.parameters[slot.unit].whole else home
         if slot.kind == SlotKind.PREVIOUS_GRAD and slot.tier == table.shards.gradient(slot.unit).tier:
             inside = table.shards.in_place(slot.unit)
             return slot._replace(kind=SlotKind.WEIGHT_GRAD if inside else SlotKind.GRAD_SHARD)

@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from threed.program.buffers import Buffers, pool_of, size_in
-from threed.program.effects import Effects
-from threed.program.instruction import MESSAGES, Op, Slot, Tier
+from threed.program.instruction import MESSAGES, Effects, Op, Slot, Tier
 from threed.program.link import Program
 from threed.program.table import Table
 

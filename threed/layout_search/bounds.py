@@ -4,12 +4,9 @@ busiest position, and the bytes of parameters, gradients, optimizer state, and w
 
 from __future__ import annotations
 
-from collections import Counter
-from functools import cache
 from operator import add
-from typing import NamedTuple
 
-from threed.layout_search.layout import Layout, config_of, make_order
+from threed.layout_search.layout import Layout, config_of, most_held
 from threed.layout_search.short_plan import FORWARDS_FIRST, steady_count
 from threed.layout_search.units import UnitBytes, Units
 from threed.planner.facts import make_mesh
@@ -45,11 +42,10 @@ class Bounds(Units):
     def _most_saved(self, layout: Layout, temporaries: bool) -> list[int]:
         m, count = self.microbatches(layout), self._steady_count(layout)
         all_ahead = layout.schedule in FORWARDS_FIRST
-        order = layout.schedule, layout.pp, count, layout.virtual_stages, layout.pair
 
         def most() -> list[int]:
             saved, sizes = [stage.saved for stage in self.stage_prices(layout)], list[int]()
-            for position in most_held(*order):
+            for position in most_held(layout, count):
                 beside = self._beside(layout, position.split) if temporaries else [0] * len(saved)
                 held = ((stage, sum(number * saved[at] for at, number in each))
                         for stage, each in position.before)
@@ -57,8 +53,8 @@ class Bounds(Units):
                                  for stage, size in held))
             return sizes
 
-        return self.once(("saved", layout.of_units(), layout.budgeted, *order, all_ahead and m, temporaries),
-                         most)
+        return self.once(("saved", layout.of_units(), layout.budgeted, layout.place, layout.schedule, count,
+                          all_ahead and m, temporaries), most)
 
     def _beside(self, layout: Layout, split: bool) -> list[int]:
         """Of each stage: bytes that its backward, or the first half of it, holds beside what was saved
@@ -133,39 +129,6 @@ class Bounds(Units):
             return 0
         return self.once(("taken", layout.of_mesh()), lambda: self.hardware.taken_bytes(
             groups(make_mesh(config_of(layout, self.config)), 0) + (layout.pp > 1)))
-
-Held = tuple[tuple[int, int], ...]  # (stage, of how many micro-batches it has saved tensors)
-
-
-class MostHeld(NamedTuple):
-    """When the tasks of a position have saved most."""
-
-    before: list[tuple[int, Held]]  # before backwards of these stages
-    split: bool  # whether its backwards are two halves
-
-
-@cache
-def most_held(schedule: str, pp: int, microbatches: int, virtual_stages: int, pair: bool) -> list[MostHeld]:
-    """By position. What is left out has saved less than another before a backward of the same stage."""
-    positions = []
-    for tasks in make_order(schedule, pp, microbatches, virtual_stages, pair):
-        now, before = Counter[int](), dict[tuple[int, Held], None]()
-        for task in tasks:
-            if task.kind == "F":
-                now[task.stage] += 1
-            elif task.kind != "W":
-                before[task.stage, tuple((stage, count) for stage, count in now.items() if count)] = None
-                now[task.stage] -= 1
-        most = [(stage, held) for stage, held in before
-                if not any(at == stage and other is not held and _covers(other, held)
-                           for at, other in before)]
-        positions.append(MostHeld(most, any(task.kind == "I" for task in tasks)))
-    return positions
-
-
-def _covers(other: Held, held: Held) -> bool:
-    more = dict(other)
-    return all(more.get(stage, 0) >= count for stage, count in held)
 
 
 def _held(stages: list[dict[object, UnitBytes]], layout: Layout, ahead: int, summed: bool) -> int:

@@ -8,9 +8,10 @@ setting that is new is a field here and values there (tests/test_layers.py).
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 from threed.config.values import get
@@ -101,7 +102,7 @@ class Layout(NamedTuple):
 
     def order(self, microbatches: int) -> Order:
         """The tasks of each position."""
-        return make_order(self.schedule, self.pp, microbatches, self.virtual_stages, self.pair)
+        return _order(self.schedule, self.pp, microbatches, self.virtual_stages, self.pair)
 
     @property
     def reduces_often(self) -> bool:
@@ -205,8 +206,46 @@ def _place(name: str, p: int, v: int) -> tuple[int, ...]:
 
 
 @lru_cache(64)
-def make_order(name: str, p: int, m: int, v: int, pair: bool) -> Order:
+def _order(name: str, p: int, m: int, v: int, pair: bool) -> Order:
     return SCHEDULES[name].order(p, m, v, pair)
+
+
+Held = tuple[tuple[int, int], ...]  # (stage, of how many micro-batches it has saved tensors)
+
+
+class MostHeld(NamedTuple):
+    """When the tasks of a position have saved most."""
+
+    before: list[tuple[int, Held]]  # before backwards of these stages
+    split: bool  # whether its backwards are two halves
+
+
+def most_held(layout: Layout, microbatches: int) -> list[MostHeld]:
+    """By position. What is left out has saved less than another before a backward of the same stage."""
+    return _most_held(layout.schedule, layout.pp, microbatches, layout.virtual_stages, layout.pair)
+
+
+@cache
+def _most_held(*about: Any) -> list[MostHeld]:
+    positions = []
+    for tasks in _order(*about):
+        now, before = Counter[int](), dict[tuple[int, Held], None]()
+        for task in tasks:
+            if task.kind == "F":
+                now[task.stage] += 1
+            elif task.kind != "W":
+                before[task.stage, tuple((stage, count) for stage, count in now.items() if count)] = None
+                now[task.stage] -= 1
+        most = [(stage, held) for stage, held in before
+                if not any(at == stage and other is not held and _covers(other, held)
+                           for at, other in before)]
+        positions.append(MostHeld(most, any(task.kind == "I" for task in tasks)))
+    return positions
+
+
+def _covers(other: Held, held: Held) -> bool:
+    more = dict(other)
+    return all(more.get(stage, 0) >= count for stage, count in held)
 
 
 # Schedules of one kind: they trade memory for time in the same way.

@@ -18,8 +18,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from threed.program.analysis import Analysis
-from threed.program.effects import Effects
-from threed.program.instruction import COMPUTE, PARAMETER_KINDS, Instruction, Op, Slot, SlotKind, Tier
+from threed.program.instruction import (
+    COMPUTE,
+    PARAMETER_KINDS,
+    Effects,
+    Instruction,
+    Op,
+    Slot,
+    SlotKind,
+    Tier,
+)
 from threed.program.order import Users
 from threed.program.seam import seam_of
 from threed.program.table import Table

@@ -19,9 +19,8 @@ from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
-from threed.program.effects import Effects
 from threed.program.forms import Form, Forms
-from threed.program.instruction import Instruction, Slot
+from threed.program.instruction import Effects, Instruction, Slot
 from threed.program.table import Table
 
 Program = Sequence[Instruction]

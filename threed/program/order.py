@@ -22,9 +22,8 @@ from itertools import chain
 from typing import NamedTuple
 
 from threed.program.buffers import Buffers, pool_of, size_in
-from threed.program.effects import Effects
 from threed.program.forms import Form
-from threed.program.instruction import CARRIED, MESSAGES, Op, Slot, SlotKind, Tier
+from threed.program.instruction import CARRIED, MESSAGES, Effects, Op, Slot, SlotKind, Tier
 from threed.program.link import Links, Pair, Step, follow
 from threed.program.table import Table
 

@@ -12,8 +12,9 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from threed.program.access import Effects
 from threed.program.buffers import Buffers, pool_of, size_in
-from threed.program.instruction import MESSAGES, Effects, Op, Slot, Tier
+from threed.program.instruction import MESSAGES, Op, Slot, Tier
 from threed.program.link import Program
 from threed.program.table import Table
 

@@ -14,7 +14,8 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 from threed.base.quantity import ALIGNMENT, round_up
-from threed.program.instruction import CARRIED, Effects, Op, Slot, SlotKind, Tier
+from threed.program.access import Effects
+from threed.program.instruction import CARRIED, Op, Slot, SlotKind, Tier
 from threed.program.link import Links, Program
 from threed.program.table import Table
 from threed.program.turning import travels

@@ -16,9 +16,10 @@ from operator import itemgetter
 
 from threed.base.errors import PlanError
 from threed.base.mesh import GROUPS
+from threed.program.access import Effects
 from threed.program.analysis import Analysis
 from threed.program.forms import Form
-from threed.program.instruction import BACKWARDS, WORDS, Effects, Instruction, Op, Slot, SlotKind
+from threed.program.instruction import BACKWARDS, WORDS, Instruction, Op, Slot, SlotKind
 from threed.program.link import Links, Program
 from threed.program.names import (
     APPLIES_WAITING,

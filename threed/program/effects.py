@@ -15,6 +15,7 @@ from collections.abc import Callable
 from itertools import product
 
 from threed.base.mesh import GROUPS
+from threed.program.access import Effects
 from threed.program.entries import MadeTensor, ReadTensor, gradient_of
 from threed.program.instruction import (
     CARRIED,
@@ -22,7 +23,6 @@ from threed.program.instruction import (
     SENT,
     WHOLES,
     WORDS,
-    Effects,
     Instruction,
     Op,
     Slot,

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from threed.program.access import Effects
 from threed.program.effects import effects
-from threed.program.instruction import MICROBATCH_AT, Effects, Instruction, form_key
+from threed.program.instruction import MICROBATCH_AT, Instruction, form_key
 from threed.program.table import Table
 
 

@@ -17,11 +17,11 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from threed.program.access import Effects
 from threed.program.analysis import Analysis
 from threed.program.instruction import (
     COMPUTE,
     PARAMETER_KINDS,
-    Effects,
     Instruction,
     Op,
     Slot,

@@ -1,4 +1,4 @@
-"""The nouns of a program: op, slot, instruction, effects.
+"""The nouns of a program: op, slot, instruction.
 
 One optimizer step of one pipeline position is a flat list of instructions. Ranks that share a position (its
 dp and tp peers) run the same program, so a plan holds one program a position, whatever the size of the mesh.
@@ -18,7 +18,7 @@ compute unit that stay whole under ZeRO-3 are a second unit (zero.persist_below)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from operator import itemgetter
 from typing import NamedTuple
@@ -243,44 +243,6 @@ class Instruction(NamedTuple):
         """Fields that are set although the op does not use them."""
         return [name for name, default in self._field_defaults.items()
                 if getattr(self, name) != default and name not in FIELDS[self.op]]
-
-
-class Effects(NamedTuple):
-    """What an instruction does to slots, and where."""
-
-    lane: str
-    reads: tuple[Slot, ...] = ()
-    writes: tuple[Slot, ...] = ()  # must not be alive before
-    adds: tuple[Slot, ...] = ()  # may be alive before; the sum must not have been read yet
-    updates: tuple[Slot, ...] = ()  # alive before and after, with another value
-    frees: tuple[Slot, ...] = ()  # alive before, not after; happens last
-    groups: tuple[str, ...] = ()  # whose members take part; a message has none, only its two ends
-
-    def of(self, microbatch: int) -> Effects:
-        """Effects of a form -> of its instruction for a micro-batch."""
-        if microbatch <= 0:
-            return self
-        return self._with([tuple([slot._replace(microbatch=microbatch) if slot.microbatch >= 0 else slot
-                                  for slot in slots]) for slots in self.slots])
-
-    def parts(self, first: Callable[[Slot], bool]) -> tuple[Effects | None, Effects | None]:
-        """The same with some of the slots, and with the others; None without any."""
-        ones = [tuple([slot for slot in slots if first(slot)]) for slots in self.slots]
-        if not any(ones):
-            return None, self if any(self.slots) else None
-        if sum(map(len, ones)) == sum(map(len, self.slots)):
-            return self, None
-        return self._with(ones), self._with([tuple([slot for slot in slots if not first(slot)])
-                                             for slots in self.slots])
-
-    def _with(self, slots: Sequence[tuple[Slot, ...]]) -> Effects:
-        """The same with other slots, in the order of the fields."""
-        return Effects(self.lane, *slots, groups=self.groups)
-
-    @property
-    def slots(self) -> tuple[tuple[Slot, ...], ...]:
-        """All that it does to slots, in the order of the fields."""
-        return self.reads, self.writes, self.adds, self.updates, self.frees
 
 
 MICROBATCH_AT = Instruction._fields.index("microbatch")

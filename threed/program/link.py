@@ -19,8 +19,9 @@ from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
+from threed.program.access import Effects
 from threed.program.forms import Form, Forms
-from threed.program.instruction import Effects, Instruction, Slot
+from threed.program.instruction import Instruction, Slot
 from threed.program.table import Table
 
 Program = Sequence[Instruction]

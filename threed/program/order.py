@@ -21,9 +21,10 @@ from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple
 
+from threed.program.access import Effects
 from threed.program.buffers import Buffers, pool_of, size_in
 from threed.program.forms import Form
-from threed.program.instruction import CARRIED, MESSAGES, Effects, Op, Slot, SlotKind, Tier
+from threed.program.instruction import CARRIED, MESSAGES, Op, Slot, SlotKind, Tier
 from threed.program.link import Links, Pair, Step, follow
 from threed.program.table import Table
 

@@ -15,9 +15,10 @@ from collections.abc import Collection, Iterator, Sequence
 from itertools import chain, groupby, pairwise
 from typing import NamedTuple
 
+from threed.program.access import Effects
 from threed.program.effects import effects
 from threed.program.halves import halves
-from threed.program.instruction import COMPUTE, Effects, Instruction, Op, Programs, Slot
+from threed.program.instruction import COMPUTE, Instruction, Op, Programs, Slot
 from threed.program.link import follow
 from threed.program.pairs import cost_in_pair
 from threed.program.table import Table

@@ -3,9 +3,7 @@ killed, hangs or fails inside an exchange of rows."""
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 import time
 from collections.abc import Callable
 from functools import partial
@@ -13,10 +11,9 @@ from functools import partial
 import pytest
 
 import threed.launcher.local  # noqa: F401  (imported before the runs fork)
+from tests.gloo.struck import RANK, assert_killed, assert_named_without_launcher, inside_exchanges, kill
 from tests.gloo.test_contract import by_words
-from tests.gloo.test_train import free_port
 from tests.harness import Ranks, assert_contract, collect, tiny
-from threed.comm.process import ProcessGroup
 from threed.features.travel.run import TravelRun
 from threed.schema import Config
 
@@ -58,7 +55,7 @@ TOY = ["train", "configs/toy-moe.yaml", "model.layers=2", "model.hidden=32", "mo
        "model.seq_len=16", "model.vocab=300", "model.expert_ffn_hidden=16", "train.global_batch_size=8",
        "train.micro_batch_size=1", "train.eval_every=0", "monitor.wandb=disabled", "train.steps=100000",
        "checkpoint.every=0", "parallel.pp=1", "run.timeout_s=60"]
-RANK, STEP = 1, 3  # of dp 2 x tp 2 x ep 2: rank 0 is its peer
+STEP = 3  # of dp 2 x tp 2 x ep 2: rank 0 is the peer of rank 1
 
 
 @pytest.fixture
@@ -66,15 +63,11 @@ def start(begin):
     return partial(begin, TOY)
 
 
-def kill() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 @pytest.fixture
 def strike(monkeypatch):
     """strike(kind, do, inside): on RANK, in the first exchange of these slots in a step, before its call, or
     inside: when its own call is under way."""
-    taken, exchange = TravelRun._taken, ProcessGroup._exchange
+    taken = TravelRun._taken
 
     def set_up(kind: str, do: Callable[[], None], inside: bool = False) -> None:
         struck: list[str] = []
@@ -87,40 +80,22 @@ def strike(monkeypatch):
                     do()
             return taken(self, move, *others)
 
-        def under_way(self, *arguments):
-            handle = exchange(self, *arguments)
-            if len(struck) == 2 * STEP and inside:
-                do()
-            return handle
-
         monkeypatch.setattr(TravelRun, "_taken", take)
-        monkeypatch.setattr(ProcessGroup, "_exchange", under_way)
+        if inside:
+            inside_exchanges(monkeypatch, lambda: len(struck) == 2 * STEP, do)
 
     return set_up
 
 
 @pytest.mark.parametrize("kind, inside", [("counts", False), ("routed", True), ("garrived", True)])
 def test_a_rank_that_is_killed(kind, inside, start, strike):
-    """The others end with it, and their own words are left out."""
     strike(kind, kill, inside)
-    run = start()
-    assert run.wait(60) == 128 + 9, run.output
-    assert [line for line in run.output.splitlines() if line.startswith("threed: ")] == [
-        f"threed: rank {RANK} was killed by SIGKILL"], run.output
-    assert "Traceback" not in run.output and "gloo" not in run.output, run.output
+    assert_killed(start())
 
 
 def test_nobody_says_who_was_killed(start, strike):
-    """No launcher or neighbour: the first whose connection breaks names the exchange and its ranks."""
     strike("routed", kill, inside=True)
-    place = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
-             "MASTER_PORT": str(free_port())}
-    runs = [start(env={**place, "RANK": str(rank)}) for rank in range(4)]
-    assert [run.wait(60) for run in runs] == [-9 if rank == RANK else 1 for rank in range(4)]
-    text = "".join(run.output for run in runs)
-    assert text.count("threed: ") == 1 == text.count("the connection to another rank is gone"), text
-    assert re.search(r"which needs '(EXCHANGE routed u4 m0 \(ep\)|REDUCE .*)', with rank [01]: ", text), text
-    assert "Traceback" not in text, text
+    assert_named_without_launcher(start, r"'(EXCHANGE routed u4 m0 \(ep\)|REDUCE .*)', with rank [01]: ")
 
 
 WAITS = {

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 import time
 from collections.abc import Callable
 from functools import partial
@@ -12,15 +10,14 @@ from functools import partial
 import pytest
 
 import threed.launcher.local  # noqa: F401  (imported before the runs fork)
-from tests.gloo.test_train import free_port
-from threed.comm.process import ProcessGroup
+from tests.gloo.struck import RANK, assert_killed, assert_named_without_launcher, inside_exchanges, kill
 from threed.features.zero.turns import MatrixRun
 
 TOY = ["train", "configs/toy.yaml", "optimizer.name=muon", "model.layers=2", "model.hidden=32",
        "model.heads=4", "model.seq_len=16", "model.vocab=300", "train.global_batch_size=8",
        "train.micro_batch_size=1", "train.eval_every=0", "monitor.wandb=disabled", "train.steps=100000",
        "checkpoint.every=0", "parallel.pp=1", "run.timeout_s=60"]
-RANK, STEP = 1, 3  # of dp 2 x tp 2
+STEP = 3  # of dp 2 x tp 2
 UNITS = 2  # whose matrices are turned
 
 
@@ -29,15 +26,11 @@ def start(begin):
     return partial(begin, TOY)
 
 
-def kill() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 @pytest.fixture
 def strike(monkeypatch):
     """strike(kind, do, inside): on RANK, in the first exchange of this kind in a step, before its call, or
     inside: when its own call is under way."""
-    exchange, called = MatrixRun.exchange, ProcessGroup._exchange
+    exchange = MatrixRun.exchange
 
     def set_up(kind: str, do: Callable[[], None], inside: bool = False) -> None:
         struck: list[str] = []
@@ -52,40 +45,22 @@ def strike(monkeypatch):
                     do()
             return exchange(self, instruction, slots)
 
-        def under_way(self, *arguments):
-            handle = called(self, *arguments)
-            if due() and inside:
-                do()
-            return handle
-
         monkeypatch.setattr(MatrixRun, "exchange", issued)
-        monkeypatch.setattr(ProcessGroup, "_exchange", under_way)
+        if inside:
+            inside_exchanges(monkeypatch, due, do)
 
     return set_up
 
 
 @pytest.mark.parametrize("kind, inside", [("update", False), ("update", True), ("turned", True)])
 def test_a_rank_that_is_killed(kind, inside, start, strike):
-    """The others end with it, and their own words are left out."""
     strike(kind, kill, inside)
-    run = start()
-    assert run.wait(60) == 128 + 9, run.output
-    assert [line for line in run.output.splitlines() if line.startswith("threed: ")] == [
-        f"threed: rank {RANK} was killed by SIGKILL"], run.output
-    assert "Traceback" not in run.output and "gloo" not in run.output, run.output
+    assert_killed(start())
 
 
 def test_nobody_says_who_was_killed(start, strike):
-    """No launcher or neighbour: the first whose connection breaks names the exchange and its ranks."""
     strike("update", kill, inside=True)
-    place = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
-             "MASTER_PORT": str(free_port())}
-    runs = [start(env={**place, "RANK": str(rank)}) for rank in range(4)]
-    assert [run.wait(60) for run in runs] == [-9 if rank == RANK else 1 for rank in range(4)]
-    text = "".join(run.output for run in runs)
-    assert text.count("threed: ") == 1 == text.count("the connection to another rank is gone"), text
-    assert re.search(r"which needs 'EXCHANGE update p\d \(owners\)', with ranks [0-3], [0-3]", text), text
-    assert "Traceback" not in text, text
+    assert_named_without_launcher(start, r"'EXCHANGE update p\d \(owners\)', with ranks [0-3], [0-3]")
 
 
 @pytest.mark.parametrize("kind, part", [("update", "turn"), ("turned", "end")])

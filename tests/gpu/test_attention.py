@@ -77,10 +77,16 @@ def test_a_fused_kernel_is_there():
     assert attention(tiny(*LARGE), DEVICE) in ("flash", "cudnn")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_compiled_pieces_are_as_the_plain_ones(dtype):
+@pytest.fixture
+def compiler():
+    """Pieces are compiled for this device."""
     if not compiles(tiny("model.fused=auto"), DEVICE):
         pytest.skip("no compiler is found for this device")
+
+
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_compiled_pieces_are_as_the_plain_ones(dtype):
     angles = torch.outer(torch.arange(64.0), torch.rand(32)).repeat(1, 2).to(DEVICE)
     weight = torch.rand(256, device=DEVICE, dtype=dtype)
     samples, rows = torch.tensor([5, 6], device=DEVICE), ((range(7, 71),),)
@@ -102,12 +108,11 @@ def test_compiled_pieces_are_as_the_plain_ones(dtype):
 
 
 @kernels
+@pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize("width", [1024, 5120, 12288])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_pieces_with_sums_are_as_separate_operations(dtype, width):
     """Those of models with biases and layer norms, of narrow tokens and of wide ones."""
-    if not compiles(tiny("model.fused=auto"), DEVICE):
-        pytest.skip("no compiler is found for this device")
 
     def drawn(*sizes: int) -> torch.Tensor:
         return torch.randn(*sizes, device=DEVICE, dtype=dtype)

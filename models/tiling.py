@@ -22,7 +22,7 @@ from threed.models.layers.base import Layer, Part
 from threed.models.layers.handing import handing, makes
 from threed.models.layers.overlapped import apart
 from threed.models.model import layers
-from threed.schema import Config
+from threed.schema import Config, ModelConfig
 from threed.spec.parameter import WHOLE, Parameter, Share, Tile
 
 
@@ -111,37 +111,41 @@ def layers_of(config: Config) -> list[Layer]:
 
 def new_layers(config: Config) -> list[Layer]:
     """The same, as objects that nobody else has: `Part.build` binds weights to them."""
-    return [layer for cut in _cut(config) for layer in cut]
+    return [layer for cut in _cut(config, layers(config.model)) for layer in cut]
 
 
-@remembered(model_key)
+@remembered(lambda model: repr(model))
+def _whole(model: ModelConfig) -> list[Layer]:
+    return layers(model)
+
+
+@remembered(lambda config: repr(config.model))
 def folds_of(config: Config) -> tuple[str, ...]:
     """The axes of FOLDS over which parameters of a model are cut."""
-    cut = {axis for layer in layers_of(config) for each in layer.parameters() for axis in each.axes}
+    cut = {axis for layer in _whole(config.model) for each in layer.parameters() for axis in each.axes}
     return tuple(axis for axis in FOLDS if axis in cut)
 
 
-@remembered(model_key)
+@remembered(lambda config: repr(config.model))
 def counts_rows(config: Config) -> bool:
     """Whether a parameter has a count as its gradient, which must be added up exactly."""
-    return any(each.counted for layer in layers_of(config) for each in layer.parameters())
+    return any(each.counted for layer in _whole(config.model) for each in layer.parameters())
 
 
 @remembered(model_key)
 def cut_layers(config: Config) -> list[list[Layer]]:
     """The tiles of each layer of the model. Raises InputError where a layer cannot be cut small enough, or
     must not be cut."""
-    return _cut(config)
+    return _cut(config, _whole(config.model))
 
 
-def _cut(config: Config) -> list[list[Layer]]:
-    parts = _tiles(config)
+def _cut(config: Config, whole: Sequence[Layer]) -> list[list[Layer]]:
+    parts = _tiles(config, whole)
     return [[part for tile in tiles for part in apart(tile)] for tiles in parts
             ] if config.parallel.cp_overlap else parts
 
 
-def _tiles(config: Config) -> list[list[Layer]]:
-    whole = layers(config.model)
+def _tiles(config: Config, whole: Sequence[Layer]) -> list[list[Layer]]:
     if config.model.tile_linears is None:
         return [[layer] for layer in whole]
     limit = Limit(parse_bytes(config.model.tile_linears), share_of(config))

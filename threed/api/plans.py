@@ -323,7 +323,7 @@ def own_signals() -> Iterator[None]:
 
 
 def _position(plan: Plan, rank: int | None, program: str) -> int | None:
-    """The pipeline position of a rank. InputError where the plan has no such rank or program."""
+    """A rank's pipeline position; None without a rank. InputError where the plan lacks rank or program."""
     check_type("rank", rank, (int, None), "the number of a rank")
     check_type("program", program, str, "the name of a program, such as 'train'")
     if program not in plan.programs:

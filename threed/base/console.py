@@ -60,7 +60,7 @@ class Outlet:
         self._write_given()
 
     def flush(self) -> None:
-        """Write what waits, as long as somebody reads."""
+        """Write what waits, until all is written or the reader takes no more."""
         if self.interrupted():
             return
         with self._writing():
@@ -270,7 +270,7 @@ def say(message: str) -> None:
 
 
 def speaks_for_machine() -> bool:
-    """Whether this process is the first rank of its machine, or none: what all ranks see is said once."""
+    """Whether this process is its machine's first rank, or no rank. It alone says what all ranks see."""
     return os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0"
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import product
 from math import prod
 from typing import NamedTuple
@@ -30,11 +31,17 @@ _DIVIDED = ("stages", "samples", "tokens", "parameters")
 
 def axes_of(what: str) -> tuple[str, ...]:
     """The axes along which ranks divide this: stages, samples, tokens or parameters."""
-    return tuple(axis for axis, divides in AXES.items() if divides == what)
+    return tuple([axis for axis, divides in AXES.items() if divides == what])
 
 
 def spanned(over: Iterable[str]) -> tuple[str, ...]:
     """Axes, and all axes of what ranks along them divide, such as tokens; each once."""
+    return _spanned(tuple(over), tuple(AXES.items()))
+
+
+@cache
+def _spanned(over: tuple[str, ...], _: tuple[tuple[str, str], ...]) -> tuple[str, ...]:
+    """`_`: the rows of AXES, to which scripts add."""
     return tuple(dict.fromkeys(axis for each in over
                                for axis in (axes_of(each) if each in _DIVIDED else (each,))))
 
@@ -85,10 +92,13 @@ def _shards(mesh: Mesh) -> int:
 
 def _owners(mesh: Mesh, at: int) -> list[int]:
     """The ranks of a position whose data ranks are in one shard group with those of the rank `at`."""
-    def run(number: int) -> int:
-        return mesh.number(mesh.at(number, GROUPS[OWNERS].axes or ()), data_axes()) // mesh.shard_size
+    axes = GROUPS[OWNERS].axes or ()
 
-    return [each for each in range(mesh.count(GROUPS[OWNERS].axes or ())) if run(each) == run(at)]
+    def run(number: int) -> int:
+        return mesh.number(mesh.at(number, axes), data_axes()) // mesh.shard_size
+
+    own = run(at)
+    return [each for each in range(mesh.count(axes)) if run(each) == own]
 
 
 def data_axes() -> tuple[str, ...]:
@@ -314,7 +324,7 @@ class Mesh:
 
     @property
     def copies(self) -> int:
-        """Shard groups."""
+        """How many shard groups dp has (HSDP's replicas). Each has a copy of what is sharded."""
         return self.data_ranks // self.shard_size
 
     @property
@@ -353,13 +363,23 @@ class Mesh:
         """The ranks of the group called `name` that `rank` is in, in the order of their coordinates."""
         if name not in GROUPS:
             raise ValueError(f"no group called {name}; there are {', '.join(GROUPS)}")
-        row, here = GROUPS[name], self.coordinate(rank)
+        row = GROUPS[name]
         axes = row.axes
         if axes is None:
             return tuple(range(self.size))
-        members = (range(self.count(axes)) if row.members is None
-                   else row.members(self, self.number(here.on, axes)))
-        return tuple(self.beside(here, **self.at(number, axes)) for number in members)
+        own, steps = self.number(self.coordinate(rank).on, axes), self._steps(axes)
+        first = rank - steps[own]
+        members = range(len(steps)) if row.members is None else row.members(self, own)
+        return tuple(first + steps[number] for number in members)
+
+    def _steps(self, axes: Collection[str]) -> list[int]:
+        """By number among the ranks along these axes: how much further a rank is than the first of them."""
+        steps, step = [0], 1
+        for axis in reversed(self.order):
+            if axis in axes:
+                steps = [at * step + each for at in range(self.sizes[axis]) for each in steps]
+            step *= self.sizes[axis]
+        return steps
 
     def count(self, axes: Iterable[str]) -> int:
         """Ranks along these axes together."""

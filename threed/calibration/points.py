@@ -75,7 +75,7 @@ Point = Computed | Sent
 
 @dataclass
 class RankPoints:
-    """What one rank has measured. `rates`: bytes a second, or seconds, by name."""
+    """What one rank has measured. `rates`: speeds, times, sizes and ratios by name (calibration/task)."""
 
     device: str = ""  # what a GPU calls itself
     computed: list[Computed] = field(default_factory=list)

@@ -278,10 +278,10 @@ def _read_box(reader: BoxReader, kind: str, box: Box, padded: Padded | None, int
 
 
 def _prove(manifest: Manifest, zero: ZeroRun, rounded: dict[tuple[str, str], int]) -> str | None:
-    """Compare checksums of whole tensors, as they are in memory now and summed over the ranks that share
-    each, with the manifest's. The first problem. Every copy is checked: those of other shard groups, of other
-    tp ranks, of both ends of a tie. `rounded`: by how much checksums of 16-bit weights are smaller than those
-    of the fp32 values that were read."""
+    """Compare checksums of whole tensors with the manifest's, and return the first problem. They are of what
+    is in memory now, summed over the ranks that share a tensor. Every copy is checked: those of other shard
+    groups, of other tp ranks, of both ends of a tie. `rounded`: by how much checksums of 16-bit weights are
+    smaller than those of the fp32 values that were read."""
     comm, table, padded = zero.comm, zero.table, _padded_otherwise(manifest, zero)
     buffers = dict.fromkeys(buffer.name for unit in table.parameters for buffer in table.shards.buffers(unit))
     kinds = "param", *buffers

@@ -188,8 +188,8 @@ Yes = Annotated[bool, typer.Option("--yes", help="ask nothing: defaults for what
 
 
 def exclude(context: typer.Context, given: str, *others: str, why: str = "") -> None:
-    """InputError where one of the parameters `others` is on the command line beside `given`, which would
-    ignore it."""
+    """InputError where the command line has one of the parameters `others` beside `given`: it would have no
+    effect."""
     for name in others:
         if is_given(context, name):
             raise InputError(f"{given} and --{name.replace('_', '-')} exclude each other"

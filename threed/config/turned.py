@@ -22,7 +22,7 @@ def _given(config: OptimizerConfig, keys: tuple[str, ...]) -> Iterator[tuple[str
 
 
 def check_turned(config: Config) -> Iterator[Problem]:
-    """What does not go with an optimizer of matrices, and its keys without one."""
+    """Problems of keys with a matrix optimizer (muon, polar), and of its own keys without one."""
     optimizer = config.optimizer
     asked = f"optimizer.name={optimizer.name}"
     if turning(optimizer.name) is None:

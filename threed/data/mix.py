@@ -73,7 +73,7 @@ class Mixture:
 
 
 class Trees(Protocol):
-    """Samples that are not tokens (Family.samples)."""
+    """A data set whose samples are pytrees of tensors, not tokens (Family.samples)."""
 
     num_windows: int
 

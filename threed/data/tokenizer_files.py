@@ -75,7 +75,7 @@ def special_tokens(folder: Path) -> dict[str, str]:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty where there is no such file."""
+    """The object in a JSON file; {} where there is no file, or no object. InputError if it is no JSON."""
     if not path.is_file():
         return {}
     try:

@@ -30,7 +30,7 @@ class Driver(ABC):
 
     @abstractmethod
     def started(self) -> bool:
-        """Whether this process has used one, so that a fork of it cannot."""
+        """Whether this process has initialized one: a process forked from it cannot use one then."""
 
 
 class Device(ABC):
@@ -150,7 +150,7 @@ class Recorder(Protocol):
         ...
 
     def piece_of(self, pool: Any) -> GraphPiece:
-        """A graph of which all that it makes goes to this memory."""
+        """A new graph. The tensors that it makes are allocated in this pool."""
         ...
 
     def fixed(self, like: torch.Tensor) -> torch.Tensor:

@@ -27,8 +27,8 @@ OTHER = COLORS[Op.OFFLOAD]
 
 
 def of_kinds(table: Table) -> dict[str, str]:
-    """The colour of each kind of bytes by its name, the same in all figures and at all positions, in the
-    order in which they are drawn. Which tensors units hand on, a family decides."""
+    """The colour of each kind of bytes by its name, in the order in which they are drawn. It is the same in
+    all figures and at all positions. A model's family adds kinds: the tensors that its units hand on."""
     named = {slot_words(kind, table): color for kind, color in _SLOTS.items()}
     colors = spread({**FIXED, **named, TEMPORARIES: "#b4b42d"},
                     [slot_words(kind, table) for kind in activations(table)])

@@ -80,7 +80,7 @@ def document(done: Converted) -> dict[str, Any]:
 
 
 def show(done: Converted) -> str:
-    """A YAML file, and after it, as comments, what it does not hold."""
+    """The config as YAML, and comments after it: notes, and options that were refused or dropped."""
     has_model = any(key.startswith("model.") for key in done.values)
     size = f" The model has {show_count(num_parameters(done.config.model))} parameters." if has_model else ""
     lines = [f"# Converted from {done.source} ({done.framework.name}).{size}",

@@ -62,8 +62,8 @@ def settings(devices: int, model: ModelConfig, pp: int | None = None) -> Iterato
 
 
 def milder(setting: dict[str, Any], pp: int | None = None) -> Iterator[dict[str, Any]]:
-    """Settings that take less time, and more memory, than one: each differs in one thing, first in what costs
-    most. `pp`: as in `settings`."""
+    """Settings that take less time than `setting`, and more memory. Each differs in one key: first in what
+    costs most time. `pp`: as in `settings`."""
     for key, values in _MILDER.items():
         if key in setting and not (key == "parallel.pp" and pp is not None):
             for value in values:

@@ -1,4 +1,5 @@
-"""Elastic: what a rank does under an elastic agent (torchrun, threed.torchrun, ft_launcher).
+"""Elastic: what a rank does under an elastic agent (torchrun, threed.torchrun, ft_launcher), and how many
+restarts it takes part in.
 
 An agent restarts its ranks at once after every failure. Rank 0 first decides whether the restart can help: it
 reads the failures so far, and waits or refuses. If it refuses, the first rank of each machine ends its agent

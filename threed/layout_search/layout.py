@@ -125,8 +125,8 @@ class Layout(NamedTuple):
         return self.policy == "budget"
 
     def alive(self, stages: list[list[int]], ahead: int) -> list[int]:
-        """Of what is gathered for each unit of a position, by stage: what is there at a time, at its most.
-        `ahead`: units that are gathered before their turn."""
+        """Bytes of the weights that are gathered at one time, at most, by unit: those of the largest units.
+        `stages`: bytes of a position's units, by stage. `ahead`: units gathered before their turn."""
         rows = sorted((size for stage in stages for size in stage), reverse=True)
         if self.residency == "stage":
             return rows[:max(sum(size > 0 for size in stage) for stage in stages)]
@@ -146,7 +146,8 @@ class Layout(NamedTuple):
 
     def of_mesh(self) -> Layout:
         """Groups of ranks."""
-        return self.of_units()._replace(pp=self.pp, dp=self.dp, axis_order=self.axis_order)
+        return Layout(self.tp, self.pp, self.dp, self.axis_order, ep=self.ep, cp=self.cp,
+                      cp_form=self.cp_form, cp_overlap=self.cp_overlap)
 
     def of_units(self) -> Layout:
         """What a unit computes, but for where its ranks are."""
@@ -162,8 +163,9 @@ class Layout(NamedTuple):
 
     def of_reductions(self) -> Layout:
         """Reductions of gradients."""
-        return self.of_mesh()._replace(stage=self.stage, shard_size=self.shard_size,
-                                       reduce_dtype=self.reduce_dtype, tile_linears=self.tile_linears)
+        return self.of_mesh()._replace(sequence_parallel=self.sequence_parallel, stage=self.stage,
+                                       shard_size=self.shard_size, reduce_dtype=self.reduce_dtype,
+                                       tile_linears=self.tile_linears)
 
     def of_activations(self) -> Layout:
         """What computes the same, with the same activations, and leaves parameters as they are."""

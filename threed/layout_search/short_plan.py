@@ -111,7 +111,7 @@ class ShortPlans:
     # ------------------------------------------------------------ memory
 
     def peak_bytes(self) -> int:
-        """Of the fullest position, with temporaries."""
+        """Peak memory of the position that needs most, with temporaries."""
         return max(map(add, self._fixed_bytes(self._steady), self._most(self._working, self._steady)))
 
     def fixed_bytes(self) -> list[int]:

@@ -136,6 +136,6 @@ class MatrixOptimizer(AnyOptimizer, ABC):
         view.weight.mul_(1 - by.lr * by.weight_decay).add_(turned, alpha=-by.lr * scale)
 
     def scale(self, rows: int, columns: int, config: OptimizerConfig) -> float:
-        """By what `end` multiplies what was turned, besides the learning rate."""
+        """The factor of `end` on a turned (orthogonalized) matrix, besides the learning rate."""
         return (0.2 * math.sqrt(max(rows, columns)) if config.turn_scale == "match_rms_adamw"
                 else math.sqrt(max(1, rows / columns)))

@@ -36,9 +36,9 @@ _COOL = 0.8  # share of the time in products, up to which a device keeps its clo
 
 
 def cost(plan: Plan, hardware: Hardware, measured: Costs | None = None, imbalance: float = 1.0) -> Cost:
-    """Seconds of an instruction of a plan. `measured` costs replace the analytic ones, but not for moves
-    between tiers and steps on the host, which no run measures. `imbalance`: rows of the busiest rank, for
-    which the others wait, over those of balanced ranks: what computes and sends them takes as much longer."""
+    """A function: (position, instruction) of a plan -> seconds. `measured` costs replace analytic ones, but
+    not for moves between tiers and steps on the host, which no run measures. `imbalance`: rows of the busiest
+    rank, for which others wait, over those of balanced ranks: its work on them takes as much longer."""
     hardware = under_load(plan, hardware)
     table, by_run = plan.table, cost_of(measured) if measured is not None else None
     compute, travel = _Compute(plan, hardware), _Travel(plan, hardware)

@@ -53,8 +53,8 @@ def check_programs(name: str, programs: Sequence[Program], table: Table) -> list
 
 
 def check_program(analysis: Analysis, name: str) -> None:
-    """Check one program of all positions. `evaluate`, `generate` and the snapshot programs do not train;
-    every other program does."""
+    """PlanError where one program, of all positions, is wrong. `evaluate`, `generate` and the snapshot
+    programs do not train; every other program does."""
     programs, table = analysis.plan.programs[name], analysis.table
     if len(programs) != table.num_positions:
         raise PlanError(f"program '{name}' has {len(programs)} positions, but the table has "

@@ -347,7 +347,7 @@ def _move_gradient(item: Instruction, table: Table) -> Effects | None:
 
 
 def _move_matrices(item: Instruction, table: Table) -> Effects | None:
-    """What the host has begun goes up to be turned, and comes down."""
+    """FETCH takes an update from the host to the device, to be turned. OFFLOAD takes its direction back."""
     upper = item.slot
     if upper.tier != Tier.DEVICE or not travels(upper, table) or item.op != CARRIED[upper.kind]:
         return None

@@ -123,8 +123,8 @@ def interleaved(p: int, m: int, v: int) -> Order:
 
 
 def breadth_first(p: int, m: int, v: int) -> Order:
-    """Lamy-Poirier 2023: every micro-batch passes one stage before the position's next stage begins; keeps v
-    m chunks."""
+    """Lamy-Poirier 2023: every micro-batch passes one stage before the position's next stage begins. Keeps
+    v * m chunks."""
     return in_groups(line(p, v), m, m)
 
 

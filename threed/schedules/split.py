@@ -20,7 +20,7 @@ def split_stages(costs: Sequence[float], together: Sequence[int], num_stages: in
 
 
 def split_units(costs: Sequence[float], num_stages: int) -> list[int]:
-    """Units of each stage, first to last, so that the costliest stage is as cheap as possible.
+    """The number of units in each stage, first to last. The costliest stage is as cheap as possible.
 
     Exact: dynamic programming over prefixes. Among splits of equal cost, earlier stages take more units,
     since the last stage also has the head.

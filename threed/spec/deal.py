@@ -53,7 +53,7 @@ def by_documents(ends: tuple[int, ...], count: int) -> Deal:
 
 
 def balanced(deal: Deal, ends: tuple[int, ...]) -> bool:
-    """Whether the busiest rank has at most a twentieth more to do than the mean."""
+    """Whether the busiest rank has at most 5% more to do than the mean. `ends`: where documents end."""
     each = work(deal, ends)
     return max(each) * len(each) * _OVER <= sum(each) * (_OVER + 1)
 

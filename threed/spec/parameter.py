@@ -81,7 +81,7 @@ WHOLE = Tile()
 
 @dataclass(frozen=True)
 class Parameter:
-    """A tensor that is trained: its shape, how it is cut over axes, and its initial values."""
+    """A layer's parameter, trained or frozen: its shape, how it is cut over axes, and its initial values."""
 
     name: str  # global: the same on every mesh
     shape: tuple[int, ...]  # of the whole parameter: all ranks and all tiles together
@@ -170,8 +170,8 @@ HEADS = "heads"  # stands for all axes that cut the heads of attention
 
 @dataclass(frozen=True)
 class Share:
-    """A rank's share of the work. Its methods turn a layer's numbers, which are of one sequence and all ranks
-    together, into bytes of one rank."""
+    """A rank's share of the work. A layer's numbers are of one sequence and all ranks together. The methods
+    turn them into one rank's tokens, bytes and traffic."""
 
     ranks: Mapping[str, int] = field(default_factory=dict)  # axis -> its size
     sequence: tuple[str, ...] = ()  # axes that cut the sequence of the residual stream

@@ -37,9 +37,9 @@ EXTRAS = ("wandb", "torch.utils.tensorboard", "transformer_engine", "transformer
 
 @contextlib.contextmanager
 def _without_extras() -> Iterator[None]:
-    """Import megatron-core without EXTRAS, except those that a script has imported itself, and without
-    its warnings about what is not installed. torch's compiler, two seconds, is imported when one of the
-    fusions is called that megatron-core has compiled: threed calls none."""
+    """Import megatron-core without its warnings about missing packages, and without EXTRAS, except those
+    that a script has imported itself. torch's compiler takes two seconds to import. It is imported when one
+    of megatron-core's compiled fusions is called: threed calls none."""
     hidden = [name for name in EXTRAS if name not in sys.modules]
     compiler = torch.compile
     with warnings.catch_warnings():

@@ -197,7 +197,7 @@ class Kernels:
 
     def _copy(self, grad: torch.Tensor, out: torch.Tensor | None, sums: torch.Tensor,
               shape: tuple[int, int, int]) -> None:
-        """`shape`: strips, numbers of a token in `out`, and heads of a group there."""
+        """Copy `grad` to `out`; sum its columns. `shape`: strips; `out`'s numbers a token, heads a group."""
         (number, width, heads), (places, batch, _, group, size) = shape, grad.shape
         flat = grad.flatten(2, 3)  # a view, where heads lie evenly
         flat = flat if flat.stride(-1) == 1 else flat.contiguous()

@@ -24,7 +24,7 @@ class Deadline:
     """Whether a run's time is over: there is none left for another step and a checkpoint."""
 
     def __init__(self, config: Config, hosts: int, longest_save_s: Callable[[], float]):
-        """`hosts`: that write. `longest_save_s`: of the saves so far; 0: there was none."""
+        """`hosts`: how many write checkpoints. `longest_save_s`: of all saves so far; 0: there was none."""
         assert config.run.stop_after is not None
         self._config, self._limit_s = config, parse_seconds(config.run.stop_after)
         # On the clock that nobody sets.

@@ -23,7 +23,7 @@ _NESTEROV = "muon_nesterov", "muon_use_nesterov"
 
 
 def _momentum(value: Any, given: Given) -> dict[str, Any]:
-    """Without the switch there is no Nesterov's momentum, which is on here by default."""
+    """optimizer.momentum and nesterov: Megatron-LM has a switch for what is the default here."""
     return {"optimizer.momentum": value, "optimizer.nesterov": any(given.get(each) for each in _NESTEROV)}
 
 

@@ -50,7 +50,7 @@ class Key(NamedTuple):
         return value if equals and self.key == name else None
 
     def asks(self, value: Any) -> bool:
-        """Whether a value asks for anything."""
+        """Whether a value asks for anything: it is neither in OFF nor in the row's `off`."""
         return not any(value is off or (value == off and isinstance(value, bool) == isinstance(off, bool))
                        for off in (*OFF, *self.off))
 

@@ -107,8 +107,8 @@ def partition(programs: Programs, table: Table) -> Programs:
 
 
 def offload(programs: Programs, table: Table) -> Programs:
-    """Kept inputs go to the host and come back one RECOMPUTE early. An input that would come back at once is
-    left on the device."""
+    """Kept inputs go to the host, and each is fetched one RECOMPUTE ahead of its own. An input that would
+    come back at once is left on the device."""
     if not table.activation.offload:
         return programs
     kind, writer, reader = SlotKind.KEPT, Op.FORWARD, Op.RECOMPUTE

@@ -70,7 +70,7 @@ def enter(programs: Programs, table: Table) -> Programs:
 
 
 def head(programs: Programs, table: Table) -> Programs:
-    """`enter`, with the updates of the step before: weights are home AHEAD units before their first use."""
+    """`enter` plus the previous step's host updates. New weights come AHEAD units before their first use."""
     result = []
     for position, program in enumerate(enter(programs, table)):
         uses = _first_uses(program, table, position)
@@ -120,8 +120,8 @@ def _split(program: Program, table: Table, away: Collection[int]) -> tuple[Progr
 
 
 def _turns(away: Sequence[int], table: Table, age: str) -> list[Program]:
-    """The STEPs of units whose state is off the device, as a pipeline: in one turn what a unit's step reads
-    comes to the host, one unit is stepped, and what a step has changed goes home. `age`: of the gradients."""
+    """The STEPs of units whose state is off the device, as a pipeline. One turn brings a unit's inputs to the
+    host, steps another unit, and takes the results of a third one home. `age`: of the gradients."""
     parts = [_parts(unit, table, age) for unit in away]
     turns: list[Program] = [[] for _ in range(len(away) - 1 + max(map(len, parts), default=3))]
     for first, of_unit in reversed([*enumerate(parts)]):  # what comes to the host first

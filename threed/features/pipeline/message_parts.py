@@ -60,8 +60,8 @@ def _is_cut(table: Table, kind: str, unit: int, ends: tuple[int, int]) -> bool:
 
 
 def in_parts(programs: Programs, table: Table) -> Programs:
-    """A part of a value in place of the whole, in messages that are cut: RELEASE before SEND, and GATHER
-    before what reads the value that came."""
+    """Messages that are cut carry a part of a value. RELEASE cuts the value before SEND, and GATHER joins its
+    parts before its first reader."""
     if not table.messages.group:
         return programs
     result, forms = [], Forms(table)

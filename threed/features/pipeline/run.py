@@ -57,7 +57,7 @@ class Runner(Protocol):
         ...
 
     def fixed(self, microbatch: int, batch: Batch) -> Batch:
-        """The same data, where the computation reads it."""
+        """The same data, at the addresses that the computation reads: CUDA graphs need fixed ones."""
         ...
 
     def leaving(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -111,8 +111,8 @@ class TravelRun:
         return gives, takes
 
     def _wrong(self, trip: Trip, what: str, seen: str) -> RunError:
-        """The first line is the same on every rank and micro-batch, so that restarts recognise a repeated
-        failure."""
+        """The error about the rows of a tensor that travels. Its first line is the same on every rank and
+        micro-batch, so that a restart recognises a repeated failure."""
         return RunError(f"layer {self.table.units[trip.source.unit].name} sends '{trip.tensor.name}' over "
                         f"{trip.tensor.over}{what}\n  {seen} on rank {self.comm.rank} "
                         f"({self.comm.here}), in micro-batch {trip.source.microbatch}")

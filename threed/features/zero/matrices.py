@@ -94,7 +94,7 @@ class UnitMatrices:
         return {(each.placed, each.index): number for number, each in enumerate(self.whole)}
 
     def range(self, member: Member, shard: int) -> list[Piece]:
-        """The pieces of a rank in a range of its buffer that is a shard."""
+        """The pieces of a rank that lie in one shard of its buffer. `shard`: the index of the shard."""
         start, stop = self.layout.shard(shard)
         return [piece for number, placed in enumerate(self.layout.placed)
                 for piece in self._pieces(number, placed, member.place, start, stop)]

@@ -151,8 +151,8 @@ class Weights:
         return self._whole, self._fetched
 
     def release(self) -> None:
-        """Give up the whole weights, but for the buffer of a unit that stays whole. (The parameters of the
-        modules keep their shapes, which autograd checks.)"""
+        """Give up the gathered weights. A unit with `whole` keeps its buffer. (The parameters of the modules
+        keep their shapes, which autograd checks.)"""
         self.residency = self._moves.release(self.residency, self._what)
         if not self.part.unit.whole:
             self.storage.params.give(self._whole)

@@ -20,8 +20,8 @@ _OTHERWISE = ("family", "qkv_bias", "kv_heads", "head_dim", "balance", "shared_e
 
 
 def rated_by(family: HFFamily, values: Mapping[str, Any]) -> float:
-    """The experts by whose scores a group is as good here, which are those that it may have of a token; 0
-    where the family takes as many, or no groups are chosen."""
+    """How many of its best experts rate a group in threed: experts per token, over chosen groups. 0 where the
+    family rates a group by as many, or no groups are chosen."""
     groups, chosen, k = (values.get(name, 1) for name in GROUPS)
     return k / chosen if family.best_of_group and groups > 1 and k != family.best_of_group * chosen else 0.0
 

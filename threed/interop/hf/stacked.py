@@ -19,9 +19,9 @@ from threed.schema import ModelConfig
 
 def unstack(entries: dict[str, TensorEntry], rows: list[TensorRow], stored: tuple[int, ...],
             model: ModelConfig, cut: str) -> tuple[list[str], dict[str, tuple[int, ...]]]:
-    """Put the tensors of a parameter's rows in the place of the one that has them all, if there is such.
-    `stored`: the parameter's shape; `cut`: begin of names that the files leave out. The name of the tensor
-    that was replaced; the tensors that there must be now, with their shapes."""
+    """Replace a tensor that stacks all experts, if there is one, by an entry for each expert's tensor.
+    `stored`: the parameter's shape. `cut`: a prefix that the files' names lack. Returns the name of the
+    tensor that was replaced, and the tensors that must be there now, with their shapes."""
     name = rows[0].also.removeprefix(cut)
     held = {theirs.removeprefix(cut): shape
             for row in rows for theirs, shape in row.shapes(stored, model).items()}

@@ -189,8 +189,10 @@ class ShortPlans:
             first = self._timed(self._filling) + (self.m - self._filling) * microbatch_s
             if first > limit or self._filling == self.m:
                 return first
-            if not sends_often(self.config.zero):
-                return alike.free_s() + self._timed(self._filling) - alike._timed(self._filling, _FREE)
+            # Each further micro-batch adds what it adds where traffic is free, or more.
+            first = alike.free_s() + self._timed(self._filling) - alike._timed(self._filling, _FREE)
+            if first > limit or not sends_often(self.config.zero):
+                return first
         while True:
             less, left = self._timed(self._steady), self.m - self._steady
             free = alike._pace_s(_FREE)

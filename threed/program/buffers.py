@@ -14,7 +14,6 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 from threed.base.quantity import ALIGNMENT, round_up
-from threed.program.access import Effects
 from threed.program.instruction import CARRIED, Op, Slot, SlotKind, Tier
 from threed.program.link import Links, Program
 from threed.program.table import Table
@@ -68,22 +67,22 @@ def count_buffers(table: Table, position: int, links: Sequence[Links]) -> Buffer
     most: dict[str, Counter[int]] = {name: Counter() for name in Buffers.pools()}
     for linked in links:
         alive: dict[str, Counter[int]] = {name: Counter() for name in most}
-        inside: set[Slot] = set()
-        for effect in _pooled(linked, table):
-            for slot in (*effect.writes, *effect.adds):
-                name = pool_of(slot, table)
-                if name is not None and slot not in inside:
-                    inside.add(slot)
-                    alive[name][size_in(slot, name, table)] += 1
+        inside: set[tuple[Slot, int]] = set()  # a slot of a form, micro-batch
+        for microbatch, (comes, goes) in _pooled(linked, table):
+            for slot, name, size in comes:
+                own = slot, microbatch if slot.microbatch >= 0 else -1
+                if own not in inside:
+                    inside.add(own)
+                    alive[name][size] += 1
                     if name in taken:
                         taken[name].add(tuple(alive[name].items()))
                     else:
-                        most[name] |= alive[name]
-            for slot in inside.intersection(effect.frees):
-                name = pool_of(slot, table)
-                assert name is not None
-                inside.discard(slot)
-                alive[name][size_in(slot, name, table)] -= 1
+                        most[name][size] = max(most[name][size], alive[name][size])
+            for slot, name, size in goes:
+                own = slot, microbatch if slot.microbatch >= 0 else -1
+                if own in inside:
+                    inside.discard(own)
+                    alive[name][size] -= 1
     # One more gradient of a size than are alive: the next is added up while the last is still on its way.
     units = {name: Counter(size_in(Slot(kind, unit), name, table) for unit in some)
              for name, kind, some in (("params", SlotKind.PARAM, table.held(position)),
@@ -98,13 +97,23 @@ def count_buffers(table: Table, position: int, links: Sequence[Links]) -> Buffer
                                 if travels(slot := Slot(SlotKind.UPDATE, unit), table)), default=0))
 
 
-def _pooled(links: Links, table: Table) -> Iterator[Effects]:
-    """What the instructions of a program do to slots that are in pools."""
-    parts = {form: form.effect.parts(lambda slot: pool_of(slot, table) is not None)[0]
-             for form in dict.fromkeys(links.forms)}
-    for item, form in zip(links.program, links.forms, strict=True) if any(parts.values()) else ():
-        if (part := parts[form]) is not None:
-            yield part.of(item.microbatch)
+_Pooled = tuple[Slot, str, int]  # a slot, its pool and the size of its buffer
+
+
+def _pooled(links: Links, table: Table) -> Iterator[tuple[int, tuple[list[_Pooled], list[_Pooled]]]]:
+    """The micro-batch of an instruction, and the slots of its form in pools that become alive, or dead."""
+    def pooled(*slots: Slot) -> list[_Pooled]:
+        return [(slot, name, size_in(slot, name, table)) for slot in slots
+                if (name := pool_of(slot, table)) is not None]
+
+    parts = {}
+    for form in dict.fromkeys(links.forms):
+        effect = form.effect
+        if any(part := (pooled(*effect.writes, *effect.adds), pooled(*effect.frees))):
+            parts[form] = part
+    for item, form in zip(links.program, links.forms, strict=True) if parts else ():
+        if (part := parts.get(form)) is not None:
+            yield item.microbatch, part
 
 
 def shared_sizes(taken: Collection[tuple[tuple[int, int], ...]], units: Counter[int], spare: bool) -> Sizes:

@@ -233,7 +233,7 @@ class Search:
                 working = self._working_bytes(layout, alike)
                 if not self._may_fit(layout, _most(least, working)):
                     return
-                bound_s = max(bound_s, alike.least_s(self.bounds.microbatch_s(layout)))
+                bound_s = max(bound_s, alike.least_s(self.bounds.microbatch_s(layout), limit))
             if bound_s <= limit:
                 short = ShortPlans(config_of(layout, self.base), self.hardware)
                 if not self._may_fit(layout, size := _most(short.fixed_bytes(), working)):

@@ -138,4 +138,4 @@ def _held(stages: list[dict[object, UnitBytes]], layout: Layout, ahead: int, sum
     gathered = layout.alive([[each.gathered for each in stage.values()] for stage in stages], ahead)
     gradients = sorted((each.gradient for each in whole.values()), reverse=True)
     # One is sent while the next is computed.
-    return sum(each.fixed for each in whole.values()) + sum(gathered) + sum(gradients[:None if summed else 2])
+    return sum(each.fixed for each in whole.values()) + gathered + sum(gradients[:None if summed else 2])

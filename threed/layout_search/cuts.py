@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 from threed.base.errors import InputError
+from threed.base.mesh import fold_problem
 from threed.base.quantity import BYTES
 from threed.config.stages import stage_runs
 from threed.layout_search.layout import Layout, config_of
@@ -91,10 +92,12 @@ class Cuts:
             return False
 
     def alone(self, layout: Layout) -> Config:
-        """The config of a layout on one position, and on as few ranks as its folds divide."""
+        """The config of a layout on one position; on more ranks of dp if its folds do not divide its own."""
         config = config_of(layout, self.config)
         config.parallel.stage_units, config.train.sample_every, config.offload.ratio = None, 0, 1.0
-        config.parallel.dp = max(layout.dp, math.prod(config.fold_sizes.values()))
+        if any(fold_problem(axis, size, config.axis_sizes, config.shard_size)
+               for axis, size in config.fold_sizes.items()):
+            config.parallel.dp = math.prod(config.fold_sizes.values())
         return config
 
     def _stages(self, layout: Layout, count: int) -> list[tuple[int, int]] | None:

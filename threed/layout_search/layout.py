@@ -124,13 +124,14 @@ class Layout(NamedTuple):
         """Whether only a plan knows which units are computed again."""
         return self.policy == "budget"
 
-    def alive(self, stages: list[list[int]], ahead: int) -> list[int]:
-        """Bytes of the weights that are gathered at one time, at most, by unit: those of the largest units.
-        `stages`: bytes of a position's units, by stage. `ahead`: units gathered before their turn."""
-        rows = sorted((size for stage in stages for size in stage), reverse=True)
-        if self.residency == "stage":
-            return rows[:max(sum(size > 0 for size in stage) for stage in stages)]
-        return rows[:self.residency + ahead] if isinstance(self.residency, int) else rows
+    def alive(self, stages: list[list[int]], ahead: int) -> int:
+        """Bytes of the weights that are gathered at one time, at least: of a stage, of neighbouring units, or
+        of all. `stages`: bytes of a position's units, by stage. `ahead`: units gathered before their turn."""
+        if isinstance(self.residency, int):
+            rows, count = [[size for size in stage if size] for stage in stages], self.residency + ahead
+            return max(sum(row[first:first + count]) for row in rows for first in range(max(1, len(row))))
+        each = [sum(stage) for stage in stages]
+        return max(each) if self.residency == "stage" else sum(each)
 
     def with_tiles(self, limit: str) -> Layout:
         """With layers cut into tiles of at most so many bytes."""

@@ -171,10 +171,16 @@ class ShortPlans:
         """Of a step with free traffic over dp and free updates: no step that computes the same is shorter."""
         return self._timed(self._steady, _FREE) + (self.m - self._steady) * self._pace_s(_FREE)
 
-    def least_s(self, microbatch_s: float) -> float:
+    def least_s(self, microbatch_s: float, limit: float = math.inf) -> float:
         """No step that computes the same is shorter, where none of its micro-batches takes less than
-        `microbatch_s`. It takes one plan."""
-        return self._timed(self._filling, _FREE) + (self.m - self._filling) * microbatch_s
+        `microbatch_s`. It takes one plan; a second one where it is not above `limit` by the first."""
+        filled, left = self._timed(self._filling, _FREE), self.m - self._filling
+        least = filled + left * microbatch_s
+        if least > limit or self._hides or self._steady == self._filling:
+            return least
+        # While the pipeline fills, one more micro-batch takes less than later.
+        per = (self._timed(self._steady, _FREE) - filled) / (self._steady - self._filling)
+        return max(least, filled + left * _STEADY * per)
 
     def step_s(self, alike: ShortPlans | None = None, limit: float = math.inf,
                microbatch_s: float = 0.0) -> float:

@@ -93,7 +93,8 @@ class Attention(Part):
     def _joins(self, by_heads: bool) -> bool:
         """Whether the gradients of queries, keys and values are put together as a piece, with that of their
         bias. (What was exchanged comes back by itself.)"""
-        return self.model.fuses and self.model.has_qkv_bias and not by_heads
+        return (self.model.fuses and self.model.has_qkv_bias and not by_heads
+                and self.qkv.computes_as(Column))
 
     @property
     def end(self) -> Row:

@@ -63,6 +63,10 @@ class Part:
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         return self.forward(*inputs, **named)
 
+    def computes_as(self, kind: type[Part]) -> bool:
+        """Whether its forward is that of `kind`. Else no piece (tensor/pieces) takes its place."""
+        return type(self).forward is kind.forward
+
 
 class Out(NamedTuple):
     """The output of a layer that returns more than the residual stream."""

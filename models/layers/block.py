@@ -88,7 +88,7 @@ class Block(Layer):
     def _followed(self) -> Iterator[tuple[Branch, Norm | None]]:
         """Each branch, and the norm behind it that is one piece with its end."""
         for branch, other in zip(self.branches, (*self.branches[1:], None), strict=True):
-            alike = type(branch) is type(other) is Branch and branch.norm.fuses
+            alike = type(branch) is type(other) is Branch and branch.fuses
             yield branch, other.norm if other is not None and alike and other.norm.fuses else None
 
 
@@ -115,7 +115,7 @@ class Branch(Layer):
         moved = Moved("sum", 3 * sums * normed, 3 * sums * normed, (sums, sums))
         cost = super().cost(share) + Cost((moved,), saved,
                                           operands=normed * (read + shared) + ungathered * whole)
-        if not self.norm.fuses:
+        if not self.fuses:
             return cost
         apart = [moved, self.norm.moved(share), *self.dropout.moved(share)]
         if (end := self.end) is not None:
@@ -145,11 +145,16 @@ class Branch(Layer):
         return [norm, end, *([rest] if others else [])]
 
     @property
+    def fuses(self) -> bool:
+        """Whether its norm is a piece, and its end is one."""
+        return self.norm.fuses and self.dropout.computes_as(Dropout)
+
+    @property
     def end(self) -> Row | None:
         """The linear whose bias the branch adds."""
         body = self.bodies[0]
         one = len(self.bodies) == 1 and isinstance(body, Ending) and _leaves_bias(type(body))
-        return body.end if one else None
+        return body.end if one and body.end.computes_as(Row) else None
 
     def tileable(self) -> tuple[Any, ...]:
         return self.bodies
@@ -164,7 +169,7 @@ class Branch(Layer):
     def through(self, x_sBD: torch.Tensor, batch: Batch, normed: torch.Tensor | None = None,
                 then: Norm | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The stream, and the norm `then` of it. `normed`: its own norm of the stream, where there is one."""
-        fuses = self.norm.fuses
+        fuses = self.fuses
         if normed is None:
             normed, x_sBD = self.norm.beside(x_sBD)
         x, apart = x_sBD.detach(), {"bias": False} if fuses and self.end is not None else {}

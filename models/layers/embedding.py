@@ -46,7 +46,7 @@ class Embedding(Layer):
         added = Moved("sum", 3 * stream * sums, stream * sums, (sums, sums))
         cost = super().cost(share) + Cost((added,), (tokens, positions))
         if not self.word.learns:  # it has no backward
-            kernels = tuple(kernel._replace(backward=0, kernels=(kernel.kernels[0], 0))
+            kernels = tuple(kernel._replace(backward=0, kernels=(kernel.kernels[0], 0), scattered=0)
                             for kernel in cost.kernels if isinstance(kernel, Moved))
             return Cost(kernels, sent={where: size for where, size in cost.sent.items()
                                        if where[0] == "forward"})

@@ -66,7 +66,7 @@ class Mlp(Part):
     @property
     def _opens(self) -> bool:
         """Whether GELU is a piece with the gradient of its bias."""
-        return self.model.fuses and self.model.activation != "swiglu"
+        return self.model.fuses and self.model.activation != "swiglu" and self.up.computes_as(Column)
 
     @property
     def end(self) -> Row:

@@ -43,7 +43,8 @@ class Norm(Held):
     def fuses(self) -> bool:
         """Whether it is a piece with the sum that it reads, and with what else reads that (tensor/pieces)."""
         model = self.model
-        return model.fuses and model.norm == "layernorm" and model.hidden <= WIDEST
+        return (model.fuses and model.norm == "layernorm" and model.hidden <= WIDEST
+                and self.computes_as(Norm))
 
     def moved(self, share: Share) -> Moved:
         """Of the norm alone."""

@@ -105,16 +105,17 @@ def close(first: Path, second: Path) -> None:
 # ---------------------------------------------------------------- what a run does
 
 
-@pytest.mark.parametrize("failing", [[], [1], [0, 1]], ids=str)
-def test_pieces_that_ranks_cannot_compile(failing, runs):
-    """In a step: of all ranks, they go on alike; of one, the run stops, and says what to do."""
-    status = runs.command(*TINY, "parallel.tp=2", "parallel.dp=1", f"run.dir={runs.folder / 'run'}",
+@pytest.mark.parametrize(("axis", "failing"), [("tp", []), ("tp", [1]), ("tp", [0, 1]), ("pp", [1])], ids=str)
+def test_pieces_that_ranks_cannot_compile(axis, failing, runs):
+    """In a step: of all ranks, they go on alike, and so of one stage; of one rank of a tensor-parallel group,
+    the run stops, and says what to do."""
+    status = runs.command(*TINY, f"parallel.{axis}=2", "parallel.dp=1", f"run.dir={runs.folder / 'run'}",
                           how=partial(commands.fused, failing=failing))
     assert runs.output.count("warning: model.fused=auto: a piece") == len(failing), runs.output
-    assert (status != 0) == (failing == [1]), runs.output
+    assert (status != 0) == ((axis, failing) == ("tp", [1])), runs.output
     if status:
         assert "rank 1 could not compile a piece of the model in this step" in runs.output
-        assert "set model.fused=off" in runs.output
+        assert "and rank 0 could" in runs.output and "set model.fused=off" in runs.output
         assert len(losses(runs.folder / "run")) < 3
     else:
         assert len(losses(runs.folder / "run")) == 3

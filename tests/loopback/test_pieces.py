@@ -70,6 +70,16 @@ def test_same_bits_without_kernels(name, dtype):
     same_bits([loopback(tiny(*of(name, dtype), f"model.fused={fused}"), 2) for fused in ("off", "auto")])
 
 
+@pytest.mark.parametrize("family", ["NORM", "DROPOUT", "FIRST", "LAST"])
+def test_a_part_with_a_forward_of_its_own(family):
+    """A piece does not take its place."""
+    overrides = [f"model.family=tests/families/overriding.py:{family}", "model.layers=2", "model.dropout=0.1",
+                 "train.global_batch_size=2"]
+    runs = [loopback(tiny(*overrides, f"model.fused={fused}"), 2) for fused in ("off", "auto")]
+    same_bits(runs)
+    assert runs[0].losses != loopback(tiny(*overrides[1:]), 2).losses
+
+
 @needs_triton
 @pytest.mark.parametrize(("name", "dtype"), RUNS_IN)
 def test_runs(run, name, dtype):

@@ -11,6 +11,8 @@ from threed.models.layers.block import Branch
 from threed.models.layers.mlp import Mlp
 from threed.models.model import adapters, model_flops, num_parameters, parameters
 from threed.planner import make_plan, unit_costs
+from threed.prediction.analytic import cost
+from threed.prediction.hardware import Hardware
 from threed.program.effects import effects
 from threed.program.instruction import Instruction, Op
 from threed.spec.parameter import Parameter, Rows
@@ -94,6 +96,14 @@ def test_frozen_weights_have_no_gradients_flops():
     assert model_flops(tuned.model, 1) == 2 * products + 3 * attention + 3 * added
     assert all(second <= first for first, _, second in unit_costs(tuned))
     assert all(second == first for first, _, second in unit_costs(base))
+
+
+@pytest.mark.parametrize("fused", ["off", "auto"])
+def test_a_frozen_embedding_has_no_backward(fused):
+    """Not even of rows that are added up at scattered places, which have a rate of their own."""
+    config = load(None, [*BASE, "model.lora_rank=2", f"model.fused={fused}"])
+    price = cost(make_plan(config), Hardware.parse("h100-sxm"))
+    assert price(0, Instruction(Op.FORWARD, 0, 0)) > 0 == price(0, Instruction(Op.BACKWARD, 0, 0))
 
 
 def test_rows():

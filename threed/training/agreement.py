@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from threed.base.errors import RunError
+from threed.base.mesh import Mesh, axes_of
 from threed.base.requests import Requests
 from threed.comm.group import Comm
 from threed.monitor.meter import StepReport
@@ -37,22 +38,27 @@ class Agreement:
 
 class SamePieces:
     """A writer of the meter. A rank whose compiler fails in a step goes on by separate operations, which
-    round otherwise. If all ranks do, they go on; else ranks of a tensor-parallel group, which have copies of
-    the same weights, would part."""
+    round otherwise. Ranks of a tensor-parallel group, which have copies of the same weights, must do alike,
+    or these would part. Other ranks need not: a piece may be one that only some stages have."""
 
     columns: tuple[str, ...] = ("pieces",)
 
-    def __init__(self, fused: Fused):
-        self._fused = fused
+    def __init__(self, fused: Fused, mesh: Mesh):
+        self._fused, self._mesh = fused, mesh
 
     def row(self) -> Iterable[float]:
         return [float(self._fused.compile)]
 
     def learn(self, step: StepReport) -> None:
-        """RunError, on all ranks, where some have compiled pieces and others have not."""
-        compiled = step.column("pieces")
-        if compiled.min() != compiled.max():
-            rank = int(compiled.argmin())
-            raise RunError(f"model.fused=auto: rank {rank} could not compile a piece of the model in this "
-                           "step (its warning says why), and other ranks could, which round otherwise. Go on "
-                           "from the newest checkpoint; if it happens again, set model.fused=off")
+        """RunError, on all ranks, where some of a group have compiled pieces and others have not."""
+        compiled = step.column("pieces").tolist()
+        if min(compiled) == max(compiled):
+            return
+        for group in (group for axis in axes_of("parameters") for group in self._mesh.groups(axis)):
+            rank, best = (choose(group, key=compiled.__getitem__) for choose in (min, max))
+            if compiled[rank] != compiled[best]:
+                raise RunError(
+                    f"model.fused=auto: rank {rank} could not compile a piece of the model in this step (its "
+                    f"warning says why), and rank {best} could, which rounds otherwise and has copies of the "
+                    "same weights. Go on from the newest checkpoint; if it happens again, set "
+                    "model.fused=off")

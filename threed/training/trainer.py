@@ -63,7 +63,7 @@ class Trainer:
         self.train_split, self.validation_split = data
         self.tokenizer = tokenizer
         self._requests, self.agreement = requests, Agreement(requests)
-        self._pieces = SamePieces(engine.fused)
+        self._pieces = SamePieces(engine.fused, self.mesh)
         self.verifier = Verifier(engine)
         self.checkpoints = Checkpoints(self.config, engine, watch, log, resumed, self._saved)
         turned = engine.zero.matrices.turned if turning(self.config.optimizer.name) is not None else None

@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from threed.base.mesh import GROUPS, axes_of
+from threed.base.axes import axes_of
+from threed.base.mesh import GROUPS
 from threed.comm.group import Group, Handle
 from threed.models.layers.base import Layer, Out
 from threed.models.layers.handing import handing

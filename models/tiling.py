@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Protocol, Self, TypeVar, runtime_checkable
 
+from threed.base.axes import axes_of
 from threed.base.errors import InputError
-from threed.base.mesh import FOLDS, axes_of
+from threed.base.mesh import FOLDS
 from threed.base.quantity import BYTES, parse_bytes, show_bytes
 from threed.base.remember import remembered
 from threed.models.layers.base import Layer, Part

@@ -18,8 +18,9 @@ import torch.distributed as dist
 from allpairspy import AllPairs
 
 from tests.reference import Picks, data_of
+from threed.base.axes import axes_of
 from threed.base.errors import PlanError
-from threed.base.mesh import FOLDS, axes_of
+from threed.base.mesh import FOLDS
 from threed.comm.group import Comm
 from threed.comm.process import ProcessComm
 from threed.config.contract import Cell, axes, cells, refusal

@@ -19,8 +19,9 @@ Callbacks, and torch modules of your own, need `threed` alone (`threed.Callback`
 
 from __future__ import annotations
 
+from threed.base.axes import AXES, QUIET
 from threed.base.later import F, torch
-from threed.base.mesh import AXES, FOLDS, GROUPS, QUIET, Fold, GroupRow, fold_groups
+from threed.base.mesh import FOLDS, GROUPS, Fold, GroupRow, fold_groups
 from threed.models.families import gpt, llama
 from threed.models.families.base import Family
 from threed.models.families.registry import family_of

@@ -23,9 +23,9 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from threed.base.axes import axes_of
 from threed.base.errors import InputError
 from threed.base.later import torch
-from threed.base.mesh import axes_of
 from threed.models.layers.base import Part
 from threed.models.layers.parts import Column, Held, Row, replaced
 from threed.models.layers.residual import MASK, moved_by_norm

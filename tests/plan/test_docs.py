@@ -16,8 +16,9 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.guides import blocks
+from threed.base.axes import AXES
 from threed.base.errors import ThreedError
-from threed.base.mesh import AXES, FOLDS
+from threed.base.mesh import FOLDS
 from threed.cli.main import app
 from threed.config.keys.deepspeed import DEEPSPEED
 from threed.config.keys.megatron import MEGATRON

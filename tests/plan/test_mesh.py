@@ -6,7 +6,8 @@ from itertools import permutations, product
 
 import pytest
 
-from threed.base.mesh import AXES, GROUPS, GroupRow, Mesh, across_runs, in_runs
+from threed.base.axes import AXES
+from threed.base.mesh import GROUPS, GroupRow, Mesh, across_runs, in_runs
 
 MESHES = [*(Mesh(order, pp=pp, dp=dp, tp=tp) for pp, dp, tp in product((1, 2, 3, 4), (1, 2, 4), (1, 2, 3))
             for order in permutations(("pp", "dp", "tp"))),
@@ -54,7 +55,7 @@ def test_tie_joins_first_and_last_position():
     for mesh in MESHES:
         for rank in range(mesh.size):
             here = mesh.coordinate(rank)
-            ends = {mesh.beside(here, pp=0), mesh.beside(here, pp=mesh.positions - 1)}
+            ends = {mesh.rank(**{**here.on, "pp": 0}), mesh.rank(**{**here.on, "pp": mesh.positions - 1})}
             at_an_end = here.position in (0, mesh.positions - 1)
             assert set(mesh.group("tie", rank)) == (ends if at_an_end else {rank})
 
@@ -64,8 +65,8 @@ def test_shard_and_replica_cut_dp():
     dp."""
     mesh = Mesh(pp=2, dp=6, tp=2, shard=3)
     rank, here = mesh.rank(pp=1, dp=4, tp=1), mesh.coordinate(mesh.rank(pp=1, dp=4, tp=1))
-    assert mesh.group("shard", rank) == tuple(mesh.beside(here, dp=dp) for dp in (3, 4, 5))
-    assert mesh.group("replica", rank) == tuple(mesh.beside(here, dp=dp) for dp in (1, 4))
+    assert mesh.group("shard", rank) == tuple(mesh.rank(**{**here.on, "dp": dp}) for dp in (3, 4, 5))
+    assert mesh.group("replica", rank) == tuple(mesh.rank(**{**here.on, "dp": dp}) for dp in (1, 4))
     for rank in range(mesh.size):
         shard, replica, dp = (set(mesh.group(name, rank)) for name in ("shard", "replica", "dp"))
         assert shard & replica == {rank} and len(shard) * len(replica) == len(dp)

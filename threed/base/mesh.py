@@ -4,46 +4,20 @@ torch.
 A rank has a coordinate on each axis. `order` names the axes outermost first, as in Megatron-LM's default
 pp-dp-tp: neighbours on the last axis are neighbouring ranks, so that tp groups stay inside a node.
 
-All other modules read the tables AXES, FOLDS and GROUPS: a new axis is a row in AXES, and a row in GROUPS for
-each group of ranks that it brings. The group with the name of an axis is all ranks along it.
+All other modules read the tables AXES (base/axes), FOLDS and GROUPS: a new axis is a row in AXES, and a row
+in GROUPS for each group of ranks that it brings. The group with the name of an axis is all ranks along it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from itertools import product
 from math import prod
 from typing import NamedTuple
 
+from threed.base.axes import AXES, DATA, QUIET, axes_of, data_axes, in_full, shown, spanned
 from threed.base.quantity import many
-
-# Axis -> what ranks along it divide among them: stages of the model, samples of the batch, tokens of a
-# sample, or parameters of a layer. The order is that of text, from the outermost axis.
-AXES: dict[str, str] = {"pp": "stages", "dp": "samples", "cp": "tokens", "tp": "parameters"}
-# Axes that are shown only where they have more than one rank. An order that leaves one out has it after dp.
-QUIET: set[str] = {"cp"}
-
-
-_DIVIDED = ("stages", "samples", "tokens", "parameters")
-
-
-def axes_of(what: str) -> tuple[str, ...]:
-    """The axes along which ranks divide this: stages, samples, tokens or parameters."""
-    return tuple([axis for axis, divides in AXES.items() if divides == what])
-
-
-def spanned(over: Iterable[str]) -> tuple[str, ...]:
-    """Axes, and all axes of what ranks along them divide, such as tokens; each once."""
-    return _spanned(tuple(over), tuple(AXES.items()))
-
-
-@cache
-def _spanned(over: tuple[str, ...], _: tuple[tuple[str, str], ...]) -> tuple[str, ...]:
-    """`_`: the rows of AXES, to which scripts add."""
-    return tuple(dict.fromkeys(axis for each in over
-                               for axis in (axes_of(each) if each in _DIVIDED else (each,))))
 
 
 class GroupRow(NamedTuple):
@@ -101,12 +75,6 @@ def _owners(mesh: Mesh, at: int) -> list[int]:
     return [each for each in range(mesh.count(axes)) if run(each) == own]
 
 
-def data_axes() -> tuple[str, ...]:
-    """The axes whose ranks have data of their own, and over which ZeRO works: of samples and of tokens."""
-    return spanned(_DATA)
-
-
-_DATA = ("samples", "tokens")
 OWNERS = "owners"
 
 
@@ -117,13 +85,13 @@ GROUPS: dict[str, GroupRow] = {
     # GATHER and REDUCE of keys and values, beside the computation (parallel.cp_overlap).
     "keys": GroupRow(("cp",), "cp", "keys", needed=lambda mesh: "keys" in mesh.extra),
     # REDUCE and GATHER.
-    "dp": GroupRow(_DATA, "dp", "dp"),
+    "dp": GroupRow(DATA, "dp", "dp"),
     # A run of `shard` members of dp: state is sharded within it,
-    "shard": GroupRow(_DATA, "dp", "dp", in_runs(_shards), lambda mesh: mesh.has_copies),
+    "shard": GroupRow(DATA, "dp", "dp", in_runs(_shards), lambda mesh: mesh.has_copies),
     # and repeated across "replica", the ranks at the same place in each run.
-    "replica": GroupRow(_DATA, "dp", "dp", across_runs(_shards, _DATA), lambda mesh: mesh.has_copies),
+    "replica": GroupRow(DATA, "dp", "dp", across_runs(_shards, DATA), lambda mesh: mesh.has_copies),
     # EXCHANGE of matrices for their owners, which turn them: ranks that together have a parameter unit.
-    OWNERS: GroupRow((*_DATA, "parameters"), "dp", "owners", _owners, lambda mesh: OWNERS in mesh.extra),
+    OWNERS: GroupRow((*DATA, "parameters"), "dp", "owners", _owners, lambda mesh: OWNERS in mesh.extra),
     # SEND and RECV.
     "pp": GroupRow(("pp",), "pp"),
     # The first and the last position, which hold a tied embedding; any other position is alone in its group.
@@ -152,7 +120,7 @@ class Fold(NamedTuple):
     @property
     def spans(self) -> tuple[str, ...]:
         """The axes of the groups of ranks with equal parts."""
-        return spanned((*self.along, *_DATA))
+        return spanned((*self.along, *DATA))
 
     @property
     def shard(self) -> str:
@@ -176,7 +144,7 @@ class Fold(NamedTuple):
 
 # Derived axis, the place in a run, whose key in parallel.* is its ranks -> its fold. `fold_groups` gives the
 # rows of GROUPS that it needs.
-FOLDS: dict[str, Fold] = {"ep": Fold((*_DATA, "tp"), "edp")}  # experts
+FOLDS: dict[str, Fold] = {"ep": Fold((*DATA, "tp"), "edp")}  # experts
 
 
 def fold_groups(axis: str) -> dict[str, GroupRow]:
@@ -184,7 +152,7 @@ def fold_groups(axis: str) -> dict[str, GroupRow]:
     groups."""
     fold = FOLDS[axis]
     along, over = fold
-    spans = (*along, *_DATA)
+    spans = (*along, *DATA)
 
     def equal(mesh: Mesh, at: int) -> list[int]:
         """The ranks with the parts of the rank `at`."""
@@ -217,18 +185,6 @@ def fold_groups(axis: str) -> dict[str, GroupRow]:
 
 
 GROUPS |= fold_groups("ep")
-
-
-def shown(sizes: Mapping[str, int]) -> list[str]:
-    """The axes that texts show. `sizes`: ranks along each, or what else there is of it."""
-    return [axis for axis in AXES if axis not in QUIET or sizes.get(axis, 1) > 1]
-
-
-def in_full(order: Sequence[str]) -> tuple[str, ...]:
-    """An order of axes, with the quiet ones that it leaves out."""
-    missing = [axis for axis in AXES if axis in QUIET and axis not in order]
-    after = order.index("dp") + 1 if "dp" in order else len(order)
-    return (*order[:after], *missing, *order[after:])
 
 
 def fold_problem(axis: str, size: int, sizes: Mapping[str, int], shard_size: int) -> str:
@@ -349,10 +305,6 @@ class Mesh:
         for axis in self.order:
             rank = rank * self.sizes[axis] + at.get(axis, 0)
         return rank
-
-    def beside(self, here: Coordinate, **at: int) -> int:
-        """The rank that differs from the one `here` in these coordinates."""
-        return self.rank(**{**here.on, **at})
 
     def tokens_of(self, here: Coordinate) -> tuple[int, int]:
         """(index, count) of a rank's part of the tokens of a sample."""

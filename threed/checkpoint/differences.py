@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from threed.base.mesh import AXES, QUIET
+from threed.base.axes import AXES, QUIET
 from threed.checkpoint.format import Manifest
 from threed.optim.rate import learning_rate
 from threed.optim.registry import OPTIMIZERS, kept_by

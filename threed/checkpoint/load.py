@@ -26,8 +26,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from threed.base.axes import axes_of
 from threed.base.errors import InputError, RunError
-from threed.base.mesh import axes_of
 from threed.base.quantity import round_up, show_bytes
 from threed.checkpoint.box_reader import BoxReader
 from threed.checkpoint.choose import as_begun, begun, candidates, is_base, notes, read_manifest

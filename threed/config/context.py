@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from threed.base.axes import axes_of
 from threed.base.errors import Idle, InputError, Problem
-from threed.base.mesh import axes_of
 from threed.base.quantity import many
 from threed.models.tiling import cut_layers
 from threed.schema import Config

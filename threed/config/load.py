@@ -26,8 +26,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from threed.base import paths
+from threed.base.axes import AXES, shown
 from threed.base.errors import ConfigError, InputError, Problem, check_type
-from threed.base.mesh import AXES, shown
 from threed.base.quantity import whole_number
 from threed.base.remember import remembering
 from threed.base.shipped import find_file

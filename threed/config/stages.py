@@ -6,8 +6,9 @@ import math
 from collections.abc import Iterator
 from itertools import accumulate
 
+from threed.base.axes import axes_of, shown
 from threed.base.errors import Idle, Problem
-from threed.base.mesh import FOLDS, axes_of, fold_problem, shown
+from threed.base.mesh import FOLDS, fold_problem
 from threed.base.quantity import divisors
 from threed.base.remember import remembered
 from threed.models.layers.handing import handing

@@ -26,8 +26,8 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
+from threed.base.axes import axes_of
 from threed.base.errors import WrongResult
-from threed.base.mesh import axes_of
 from threed.engine.engine import Engine
 from threed.engine.inspect import Finding, first, me, named, numbers, phase_of, results
 from threed.features.zero.clip import Clipped

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import accumulate
 from typing import Any
 
-from threed.base.mesh import AXES, shown
+from threed.base.axes import AXES, shown
 from threed.base.quantity import show_bytes, show_count, show_seconds
 from threed.html_report import colors
 from threed.html_report.content import Content, thin

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from threed.base.mesh import axes_of
+from threed.base.axes import axes_of
 from threed.layout_search.cuts import Cuts
 from threed.layout_search.layout import Layout, config_of
 from threed.layout_search.short_plan import as_priced, short_plan

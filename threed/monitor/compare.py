@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from threed.base.axes import AXES, QUIET
 from threed.base.errors import InputError
-from threed.base.mesh import AXES, QUIET
 from threed.base.quantity import many, show_seconds
 from threed.base.texttable import render
 from threed.monitor.attribute import BESIDE, CAUSES, attribute, parts, shown_causes

@@ -18,7 +18,8 @@ from typing import Any, Protocol
 
 import torch
 
-from threed.base.mesh import AXES, FOLDS, shown
+from threed.base.axes import AXES, shown
+from threed.base.mesh import FOLDS
 from threed.comm.group import Comm
 from threed.devices import device_of
 from threed.features.travel.arrivals import Arrivals

@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from threed.base.mesh import AXES, FOLDS
+from threed.base.axes import AXES
+from threed.base.mesh import FOLDS
 from threed.monitor.attribute import BESIDE, CAUSES, WAITED
 from threed.monitor.goodput import PARTS
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from threed.base.mesh import AXES
+from threed.base.axes import AXES
 from threed.monitor.traces import RankTrace, RunTrace
 from threed.program.instruction import Instruction, Op
 from threed.program.timeline_svg import svg

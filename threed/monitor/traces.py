@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
+from threed.base.axes import AXES, QUIET
 from threed.base.errors import InputError
-from threed.base.mesh import AXES, QUIET, Coordinate
+from threed.base.mesh import Coordinate
 from threed.base.quantity import many
 from threed.devices import device_of
 from threed.monitor.lines import cut

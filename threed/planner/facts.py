@@ -11,8 +11,9 @@ from dataclasses import replace
 from itertools import compress
 from typing import NamedTuple
 
+from threed.base.axes import axes_of
 from threed.base.errors import InputError
-from threed.base.mesh import FOLDS, GROUPS, OWNERS, Mesh, axes_of
+from threed.base.mesh import FOLDS, GROUPS, OWNERS, Mesh
 from threed.base.quantity import BYTES, add_up
 from threed.base.remember import remembered
 from threed.config.stages import stage_runs

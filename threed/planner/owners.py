@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from threed.base.mesh import FOLDS, OWNERS, Mesh, axes_of
+from threed.base.axes import axes_of
+from threed.base.mesh import FOLDS, OWNERS, Mesh
 from threed.base.quantity import BYTES
 from threed.base.remember import remembered
 from threed.features.zero.matrices import Member, UnitMatrices, members

@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from threed.base.mesh import GROUPS, axes_of
+from threed.base.axes import axes_of
+from threed.base.mesh import GROUPS
 from threed.base.quantity import BYTES
 from threed.base.remember import remembered
 from threed.optim.registry import turning

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from threed.base.mesh import AXES, FOLDS, QUIET
+from threed.base.axes import AXES, QUIET
+from threed.base.mesh import FOLDS
 from threed.base.quantity import ring, show_bytes, show_count
 from threed.base.texttable import render
 from threed.program.analysis import Analysis

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from threed.base.mesh import AXES, FOLDS, axes_of, data_axes
+from threed.base.axes import AXES, axes_of, data_axes
+from threed.base.mesh import FOLDS
 from threed.schedules.orders import SCHEDULES
 from threed.schema.keys import KeySpec, specs
 from threed.schema.layout import (

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from threed.base.axes import AXES, in_full
 from threed.base.errors import InputError
-from threed.base.mesh import AXES, in_full
 from threed.base.paths import expanded, of_file
 from threed.base.quantity import parse_limit
 from threed.schedules.orders import SCHEDULES

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from threed.base.axes import axes_of
 from threed.base.errors import RunError
-from threed.base.mesh import Mesh, axes_of
+from threed.base.mesh import Mesh
 from threed.base.requests import Requests
 from threed.comm.group import Comm
 from threed.monitor.meter import StepReport

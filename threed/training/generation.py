@@ -18,9 +18,9 @@ from typing import NamedTuple
 
 import torch
 
+from threed.base.axes import axes_of
 from threed.base.errors import RunError, Stopped
 from threed.base.hashing import splitmix64
-from threed.base.mesh import axes_of
 from threed.data.sampling import Sampling
 from threed.engine.engine import Engine
 from threed.tensor.context import Batch

@@ -9,7 +9,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from threed.base.mesh import GROUPS, axes_of
+from threed.base.axes import axes_of
+from threed.base.mesh import GROUPS
 from threed.comm.group import Comm, Group
 from threed.comm.lanes import Job
 from threed.devices import device_of

@@ -16,7 +16,8 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from threed.base.mesh import FOLDS, axes_of
+from threed.base.axes import axes_of
+from threed.base.mesh import FOLDS
 from threed.base.quantity import round_up
 from threed.spec.parameter import Parameter
 

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import torch
 import yaml
 
+from threed.base.axes import AXES
 from threed.base.errors import InputError
 from threed.base.files import sync
-from threed.base.mesh import AXES
 from threed.base.progress import Progress
 from threed.base.quantity import show_bytes
 from threed.checkpoint.choose import beyond

@@ -19,8 +19,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from threed.base.axes import shown
 from threed.base.errors import InputError
-from threed.base.mesh import shown
 from threed.models.model import num_parameters
 from threed.schema import LOGGERS, Config
 

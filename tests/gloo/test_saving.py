@@ -92,7 +92,7 @@ def test_steps_that_are_left_out(start, tmp_path):
     assert run.wait() == 1, run.output
     assert "5 steps in a row were left out (train.max_skipped)" in run.output
     assert "Traceback" not in run.output
-    assert "no checkpoint of step" in run.output and "steps in a row were not finite" in run.output
+    assert "no checkpoint of step" in run.output and "had gradients that are not finite" in run.output
     for path in (tmp_path / "run" / "checkpoints").glob("step-*"):
         assert json.loads((path / "manifest.json").read_text())["skipped"] == 0
 

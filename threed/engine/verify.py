@@ -8,9 +8,9 @@ what was received from other ranks, terms of sums over tp, reduced gradients. Ea
 first difference in the order of its program. The first of these along the flow of data is the origin, since a
 wrong number makes only later ones wrong.
 
-On a CPU results are equal to the bit. On a GPU some kernels (backward of attention, of the embedding) add up
-in an order that changes from run to run: there sums of values are compared, within TOLERANCE. Updates and
-whole numbers, such as choices of experts, are equal to the bit everywhere.
+On a CPU results are equal to the bit. On a GPU some kernels (backward of attention; of the embedding, with
+model.fused=off) add up in an order that changes from run to run: there sums of values are compared, within
+TOLERANCE. Updates and whole numbers, such as choices of experts, are equal to the bit everywhere.
 
 An error that happens twice in the same way is not found: weights that changed in memory before the step, a
 faulty kernel.

@@ -67,8 +67,8 @@ class Saving(Callback):
         """Whether a checkpoint would hold new weights: not while steps are skipped, when it would only push
         an older checkpoint out."""
         if in_a_row := trainer.skipped.in_a_row:
-            trainer.say(f"no checkpoint of step {trainer.step_number}: {in_a_row} steps in a row were not "
-                        "finite")
+            trainer.say(f"no checkpoint of step {trainer.step_number}: the last "
+                        f"{many(in_a_row, 'step')} had gradients that are not finite")
         return not in_a_row
 
     def _counters(self, trainer: Trainer) -> dict[str, object]:

@@ -20,10 +20,18 @@ class Alike(Protocol):
 
 
 @remembered(model_key)
+def layer_costs(config: Config) -> list[Cost]:
+    """Of each layer: its cost on one rank."""
+    share = share_of(config)
+    return [layer.cost(share) for layer in layers_of(config)]
+
+
+@remembered(model_key)
 def layer_kinds(config: Config) -> list[object]:
     """Of each layer: equal for layers of one kind that cost the same."""
     share = share_of(config)
-    return [(_likeness(layer, share), *_sizes(layer.cost(share))) for layer in layers_of(config)]
+    return [(_likeness(layer, share), *_sizes(cost))
+            for layer, cost in zip(layers_of(config), layer_costs(config), strict=True)]
 
 
 def _likeness(layer: Layer, share: Share) -> object:

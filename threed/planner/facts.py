@@ -21,6 +21,7 @@ from threed.features.offload import plan as offload
 from threed.features.pipeline.message_parts import NODE_RANKS, cut, settings
 from threed.features.zero import plan as zero
 from threed.features.zero.shard import FlatLayout, layout
+from threed.models.kinds import layer_costs
 from threed.models.layers.base import Layer
 from threed.models.layers.handing import handing, passes
 from threed.models.layers.head import Generates
@@ -331,13 +332,14 @@ def _compute_units(config: Config) -> list[ComputeUnit]:
     model_layers, runs = unit_layers(config)
     members = [model_layers[first:stop] for first, stop in runs]
     handed = hand_overs(members, share_of(config), _travel_ranks(config))
-    return [_compute_unit(config, *each) for each in zip(members, runs, handed, strict=True)]
+    each = layer_costs(config)
+    costs = [sum(each[first:stop], Cost()) for first, stop in runs]
+    return [_compute_unit(config, *row) for row in zip(members, runs, costs, handed, strict=True)]
 
 
-def _compute_unit(config: Config, members: Sequence[Layer], run: tuple[int, int],
+def _compute_unit(config: Config, members: Sequence[Layer], run: tuple[int, int], cost: Cost,
                   handed: tuple[tuple[MadeTensor, ...], tuple[ReadTensor, ...]]) -> ComputeUnit:
     share, (makes, reads) = share_of(config), handed
-    cost = sum((layer.cost(share) for layer in members), Cost())
     names = [layer.name for layer in members]
     name = names[0] if len(names) == 1 else f"{names[0]}..{names[-1].rsplit('.', 1)[-1]}"
     sent = {phase: dict[str, Traffic]() for phase in (*PHASES[Op.RECOMPUTE], *PHASES[Op.BACKWARD])}

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 from threed.base.quantity import ring
@@ -57,6 +57,7 @@ class Rows(NamedTuple):
             yield cell + self.first * size, cell + self.stop * size
 
 
+@cache  # a model asks for as many in each block
 def each_of(count: int) -> tuple[Rows, ...]:
     """All rows of a matrix, as so many equal runs apart."""
     return tuple(Rows(run, run + 1, count) for run in range(count))

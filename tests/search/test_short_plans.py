@@ -36,6 +36,11 @@ def test_bound():
         bound_s = max(bounds.step_s(row.layout), bounds.filled_s(row.layout))
         assert 0.3 * row.full_s < bound_s <= 1.001 * short.free_s() <= 1.002 * row.full_s, row
         assert bounds.reduced_s(row.layout) <= row.full_s, row
+        each_s = bounds.microbatch_s(row.layout)
+        assert short.least_s(each_s) <= 1.002 * short.free_s(), row
+        for limit in (0.0, 0.5 * row.full_s, 0.98 * row.full_s):  # what a layout is dropped by
+            dropped_s = short.step_s(limit=limit, microbatch_s=each_s)
+            assert limit < dropped_s <= 1.002 * row.full_s, row
         fixed = bounds.fixed_bytes(row.layout)
         for least in (bounds.saved_bytes(row.layout), bounds.working_bytes(row.layout)):
             assert max(map(add, fixed, least)) <= row.full_bytes, row
@@ -125,6 +130,10 @@ def test_experts(name):
     for row in rows:
         for bound_s in (bounds.step_s(row.layout), bounds.filled_s(row.layout)):
             assert bound_s <= row.full_s * 1.000001, row
+        short = ShortPlans(config_of(row.layout, base), H100)
+        least_s = [short.least_s(bounds.microbatch_s(row.layout)),
+                   short.step_s(limit=0.98 * row.full_s, microbatch_s=bounds.microbatch_s(row.layout))]
+        assert max(least_s) <= row.full_s * 1.002, row
         least = map(add, bounds.fixed_bytes(row.layout), bounds.working_bytes(row.layout))
         assert max(least) <= row.full_bytes, row
 
@@ -139,6 +148,21 @@ def test_bounds_of_experts(layout, hardware):
     base, machine = with_experts("model.moe_capacity=1.25"), Hardware.parse(hardware)
     bound_s = Bounds(base, machine).step_s(layout)
     assert 0.2 * full_s(config_of(layout, base), H100) < bound_s <= full_s(config_of(layout, base), machine)
+
+
+@pytest.mark.parametrize("stage, residency", [(1, None), (2, None), (3, 1), (3, 2), (3, "stage"), (3, "step")])
+@pytest.mark.parametrize("pp, schedule, stages", [(1, "1f1b", 1), (2, "interleaved", 4)])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_fixed_bytes_of_experts(overlap, pp, schedule, stages, stage, residency):
+    """The bound is near the plan, and not above it: experts are cut over ranks of tp and cp, with few of dp;
+    and of the units of a stage some are far larger than others."""
+    base = with_experts("model.seq_len=8192")
+    layout = Layout(4, pp, 1, schedule=schedule, virtual_stages=stages, sequence_parallel=True, ep=8, cp=2,
+                    cp_overlap=overlap, stage=stage, shard_size=2, residency=residency, policy="full",
+                    reduce_every=1 if stage >= 2 else None)
+    bound = max(Bounds(base, H100).fixed_bytes(layout))
+    planned = max(ShortPlans(config_of(layout, base), H100).fixed_bytes())
+    assert 0.8 * planned < bound <= planned
 
 
 @pytest.mark.parametrize("layout", [

@@ -150,7 +150,8 @@ def test_bounds_of_experts(layout, hardware):
     assert 0.2 * full_s(config_of(layout, base), H100) < bound_s <= full_s(config_of(layout, base), machine)
 
 
-@pytest.mark.parametrize("stage, residency", [(1, None), (2, None), (3, 1), (3, 2), (3, "stage"), (3, "step")])
+@pytest.mark.parametrize("stage, residency", [(1, None), (2, None), *((3, each) for each in (1, 2, "stage",
+                                                                                             "step"))])
 @pytest.mark.parametrize("pp, schedule, stages", [(1, "1f1b", 1), (2, "interleaved", 4)])
 @pytest.mark.parametrize("overlap", [False, True])
 def test_fixed_bytes_of_experts(overlap, pp, schedule, stages, stage, residency):

@@ -14,6 +14,7 @@ import pytest
 from tests.harness import assert_contract, tiny
 from tests.layouts import H100, full_s
 from tests.loopback.test_axis import train
+from threed.base import axes as base_axes
 from threed.base import mesh
 from threed.base.errors import ConfigError, ThreedError
 from threed.base.mesh import Fold, Mesh, fold_problem
@@ -55,7 +56,8 @@ def fold_along(monkeypatch: pytest.MonkeyPatch, *axes: str) -> None:
 def add_axis(monkeypatch: pytest.MonkeyPatch, divides: str) -> None:
     """An axis xp of two ranks, of which no layer knows."""
     monkeypatch.setitem(mesh.AXES, "xp", divides)
-    monkeypatch.setattr(mesh, "QUIET", {*mesh.QUIET, "xp"})
+    for module in (base_axes, mesh):
+        monkeypatch.setattr(module, "QUIET", {*module.QUIET, "xp"})
     monkeypatch.setitem(mesh.GROUPS, "xp", mesh.GroupRow(("xp",), "xp", "compute"))
     monkeypatch.setattr(ParallelConfig, "xp", 2, raising=False)
 

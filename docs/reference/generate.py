@@ -148,7 +148,7 @@ def api_page() -> str:
 
 def _name_row(name: str, value: Any) -> str:
     words = " ".join((inspect.getdoc(value) or "").partition("\n\n")[0].split())
-    call = name + (_signature(value) if inspect.isfunction(value) else "")
+    call = name + (_signature(value) if inspect.isfunction(inspect.unwrap(value)) else "")
     return f"| `{call}` | {_cell(words.partition('. ')[0].rstrip('.:'))} |"
 
 

@@ -115,7 +115,7 @@ def new_layers(config: Config) -> list[Layer]:
     return [layer for cut in _cut(config, layers(config.model)) for layer in cut]
 
 
-@remembered(lambda model: repr(model))
+@remembered(repr)
 def _whole(model: ModelConfig) -> list[Layer]:
     return layers(model)
 

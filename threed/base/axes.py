@@ -11,7 +11,6 @@ AXES: dict[str, str] = {"pp": "stages", "dp": "samples", "cp": "tokens", "tp": "
 # Axes that are shown only where they have more than one rank. An order that leaves one out has it after dp.
 QUIET: set[str] = {"cp"}
 
-
 DATA = ("samples", "tokens")  # what only ranks with data of their own divide
 _DIVIDED = ("stages", "samples", "tokens", "parameters")
 

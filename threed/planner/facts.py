@@ -332,8 +332,8 @@ def _compute_units(config: Config) -> list[ComputeUnit]:
     model_layers, runs = unit_layers(config)
     members = [model_layers[first:stop] for first, stop in runs]
     handed = hand_overs(members, share_of(config), _travel_ranks(config))
-    each = layer_costs(config)
-    costs = [sum(each[first:stop], Cost()) for first, stop in runs]
+    of_layers = layer_costs(config)
+    costs = [sum(of_layers[first:stop], Cost()) for first, stop in runs]
     return [_compute_unit(config, *row) for row in zip(members, runs, costs, handed, strict=True)]
 
 

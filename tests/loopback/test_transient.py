@@ -33,6 +33,11 @@ LORA = ["model.lora_rank=16", "model.lora_targets=[q_proj,v_proj,o_proj,up_proj]
 CONFIGS = {
     **{name: CASES[name] for name in NAMES},
     "halves": SPLIT, "halves-llama-bf16-sp": [*SPLIT, *CASES["llama-bf16-sp"]],
+    # Micro-batches of one step that are not computed alike.
+    **{f"{schedule}-{policy}": [f"parallel.schedule={schedule}", f"activation.policy={policy}",
+                                "train.global_batch_size=8", "model.layers=2", *more]
+       for policy in ("none", "full") for schedule, *more in (
+           ["gpipe"], ["dualpipe-v"], ["interleaved", "parallel.virtual_stages=2"])},
     "full": FULL, "full-dropout": [*FULL, "model.dropout=0.1"],
     "selective": selective("attention,norm,mlp_act"),
     "chunks": ["model.loss_chunk=16"], "chunks-tiles": ["model.loss_chunk=16", *CASES["tiles"]],

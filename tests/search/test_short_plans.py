@@ -35,7 +35,7 @@ def test_bound():
         short = ShortPlans(config_of(row.layout, base), H100)
         bound_s = max(bounds.step_s(row.layout), bounds.filled_s(row.layout))
         assert 0.3 * row.full_s < bound_s <= 1.001 * short.free_s() <= 1.002 * row.full_s, row
-        assert bounds.reduced_s(row.layout) <= row.full_s, row
+        assert bounds.sent_s(row.layout) <= row.full_s, row
         each_s = bounds.microbatch_s(row.layout)
         assert short.least_s(each_s) <= 1.002 * short.free_s(), row
         for limit in (0.0, 0.5 * row.full_s, 0.98 * row.full_s):  # what a layout is dropped by
@@ -84,7 +84,7 @@ def test_few_layers_stand_for_all(overrides, units, monkeypatch):
 
     def bounds() -> list[list[float]]:
         by = Bounds(base, H100)
-        return [[by.step_s(each), by.filled_s(each), by.reduced_s(each), *by.fixed_bytes(each),
+        return [[by.step_s(each), by.filled_s(each), by.sent_s(each), *by.fixed_bytes(each),
                  *by.saved_bytes(each)] for each in layouts]
 
     few = bounds()

@@ -180,7 +180,7 @@ class Search:
         if not some:
             return
         least_s = max(bound_s, self.bounds.filled_s(plain))
-        some = self._of_use([each._replace(bound_s=max(least_s, self.bounds.reduced_s(each.variant.layout)))
+        some = self._of_use([each._replace(bound_s=max(least_s, self.bounds.sent_s(each.variant.layout)))
                              for each in some])
         alike = ShortPlans(config_of(plain, self.base), self.hardware)
         for variant, fixed, bound_s in some:

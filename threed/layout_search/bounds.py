@@ -4,13 +4,16 @@ busiest position, and the bytes of parameters, gradients, optimizer state, and w
 
 from __future__ import annotations
 
-from operator import add
+import itertools
+from collections import Counter, defaultdict
 
-from threed.layout_search.layout import Layout, config_of, most_held
-from threed.layout_search.short_plan import FORWARDS_FIRST, steady_count
+from threed.features.zero.plan import window
+from threed.layout_search.layout import Layout, MostHeld, config_of, most_held
+from threed.layout_search.short_plan import FORWARDS_FIRST, filling_count, steady_count
 from threed.layout_search.units import UnitBytes, Units
 from threed.planner.facts import make_mesh
 from threed.prediction.peak import groups
+from threed.program.instruction import Op
 from threed.schedules.timed import StageTimes, spans
 
 
@@ -44,14 +47,18 @@ class Bounds(Units):
         all_ahead = layout.schedule in FORWARDS_FIRST
 
         def most() -> list[int]:
-            saved, sizes = [stage.saved for stage in self.stage_prices(layout)], list[int]()
-            for position in most_held(layout, count):
-                beside = self._beside(layout, position.split) if temporaries else [0] * len(saved)
-                held = ((stage, sum(number * saved[at] for at, number in each))
-                        for stage, each in position.before)
-                sizes.append(max((size * m // count if all_ahead else size) + beside[stage]
-                                 for stage, size in held))
-            return sizes
+            stages, rows = self.stage_prices(layout), most_held(layout, count)
+            kinds, nothing = {at.kind for row in rows for at in row}, [0] * len(stages)
+            beside = {kind: self._beside(layout, kind == "I") if temporaries and kind != "W" else nothing
+                      for kind in kinds}
+
+            def bytes_at(at: MostHeld) -> int:
+                now = stages[at.stage].saved - stages[at.stage].waiting if at.kind != "W" else 0
+                return now + beside[at.kind][at.stage] + sum(
+                    (whole * m // count if all_ahead else whole) * stages[stage].waiting
+                    + half * stages[stage].operands for stage, whole, half in at.held)
+
+            return [max(map(bytes_at, row)) for row in rows]
 
         return self.once(("saved", layout.of_units(), layout.budgeted, layout.place, layout.schedule, count,
                           all_ahead and m, temporaries), most)
@@ -64,11 +71,11 @@ class Bounds(Units):
                          lambda: self.temporaries(units, layout.budgeted, split))
         prices, beside = self.prices(layout), []
         for _, stage in self.placed(layout):
-            freed, each = 0, []
+            more, each = 0, []
             for unit in reversed(range(stage.start, stage.stop)):
-                each.append(held[unit] - freed)
-                freed += prices[unit].saved
-            beside.append(max(each))
+                each.append(more + held[unit])
+                more += prices[unit].operands * split - prices[unit].saved
+            beside.append(max(*each, more))
         return beside
 
     def filled_s(self, layout: Layout) -> float:
@@ -89,21 +96,60 @@ class Bounds(Units):
     def _steady_count(self, layout: Layout) -> int:
         return steady_count(layout.schedule, layout.pp, self.microbatches(layout))
 
-    def reduced_s(self, layout: Layout) -> float:
-        """Seconds: no step is shorter that reduces its gradients: after each micro-batch, or at the end;
-        where a position has one stage, in its last micro-batch."""
+    def sent_s(self, layout: Layout) -> float:
+        """Seconds: no step is shorter that gathers parameters and reduces their gradients, one after another:
+        after each micro-batch, or at the end; where a position has one stage, in its last micro-batch.
+
+        Of C seconds of these some run beside the computation of B seconds, which takes the share c of them
+        longer, and the step at least as long as the others: B + C c / (1 + c)."""
         if layout.data_ranks == 1:
             return 0.0
-        units, m = self.reductions(layout), self.microbatches(layout)
-        takes = [0.0] * layout.pp
+        units, m, busy = self.sends(layout, Op.REDUCE), self.microbatches(layout), self.busy(layout)
+        reduced: list[dict[object, float]] = [{} for _ in range(layout.pp)]
         for position, stage in self.placed(layout):
-            takes[position] += sum(units[stage])
-        if layout.reduces_often:
-            return m * max(takes)
-        busy = self.busy(layout)
-        before = [m * busy[position] - stage.again - stage.backward for (position, _), stage in zip(
-            self.placed(layout), self.stage_prices(layout), strict=True)]
-        return max(map(add, takes, before)) if len(before) == layout.pp else max(takes)
+            reduced[position] |= _together(units[stage])  # (a tied embedding once)
+        takes = [sum(each.values()) for each in reduced]
+        most = max(range(layout.pp), key=takes.__getitem__)
+        sent = self._gathers_s(layout, most) + (m if layout.reduces_often else 1) * takes[most]
+        least = max(sent, m * busy[most] + sent * (share := self.hardware.contention) / (1 + share))
+        if layout.reduces_often or len(layout.place) > layout.pp:
+            return least
+        return max(least, *(m * busy[position] - stage.again - stage.backward + takes[position]
+                            for (position, _), stage in zip(self.placed(layout), self.stage_prices(layout),
+                                                            strict=True)))
+
+    def _gathers_s(self, layout: Layout, position: int) -> float:
+        """Seconds that a position gathers, where parameters come and go: those of a few micro-batches, as the
+        plan has them, and as much for each of the others."""
+        units = self.sends(layout, Op.GATHER)
+        stages = [units[stage] for place, stage in self.placed(layout) if place == position]
+        capacity, takes = layout.window([len(_together(stage)) for stage in stages]), _together(units)
+        if not capacity:
+            return 0.0
+        about = layout.of_model(), tuple(map(len, units)), layout.place, layout.schedule, capacity, position
+
+        def seconds(microbatches: int) -> float:
+            often = self.once(("gathers", *about, microbatches),
+                              lambda: self._gathers(layout, position, microbatches, capacity))
+            return sum(takes[name] * count for name, count in often.items())
+
+        m, count = self.microbatches(layout), self._steady_count(layout)
+        if m == count:
+            return seconds(m)
+        few = filling_count(layout.schedule, layout.pp, m)
+        return seconds(count) + (m - count) * (seconds(count) - seconds(few)) / (count - few)
+
+    def _gathers(self, layout: Layout, position: int, microbatches: int, capacity: int) -> Counter[object]:
+        """Parameter unit -> how often a position gathers it, if so many may be gathered at a time."""
+        units = [[*each] for each in self.sends(layout, Op.GATHER)]
+        stages = [units[stage] for _, stage in self.placed(layout)]
+        numbers = {name: number for number, name in enumerate(dict.fromkeys(itertools.chain(*units)))}
+        uses = [[numbers[name] for name in unit] for task in layout.order(microbatches)[position]
+                if task.kind != "W" for unit in stages[task.stage][::1 if task.kind == "F" else -1] if unit]
+        gathers: dict[int, list[int]] = defaultdict(list)
+        window([*enumerate(uses)], capacity, 0, gathers, defaultdict(list))
+        names = [*numbers]
+        return Counter(names[number] for number in itertools.chain(*gathers.values()))
 
     def fixed_bytes(self, layout: Layout) -> list[int]:
         """By position: bytes of what is on the device all the time: parameters, gradients, optimizer state,
@@ -129,6 +175,11 @@ class Bounds(Units):
             return 0
         return self.once(("taken", layout.of_mesh()), lambda: self.hardware.taken_bytes(
             groups(make_mesh(config_of(layout, self.config)), 0) + (layout.pp > 1)))
+
+
+def _together(units: list[dict[object, float]]) -> dict[object, float]:
+    """What parameter units take, each once."""
+    return {name: each for unit in units for name, each in unit.items()}
 
 
 def _held(stages: list[dict[object, UnitBytes]], layout: Layout, ahead: int, summed: bool) -> int:

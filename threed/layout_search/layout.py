@@ -82,15 +82,11 @@ class Layout(NamedTuple):
         return (self.ep > 1 or self.cp_overlap) and bool(SCHEDULES[self.schedule].paired)
 
     @property
-    def often(self) -> bool:
-        """Whether parameters are gathered or gradients are reduced in every micro-batch."""
-        return self.data_ranks > 1 and sends_often(self)
-
-    @property
     def idea(self) -> tuple[object, ...]:
         """What distinguishes one idea from another: layouts of one idea differ in details."""
         family = "" if self.pp == 1 else _FAMILIES.get(self.schedule, self.schedule)
-        return (self.tp, self.pp, family, self.often, self.policy == "full", self.offload_optimizer,
+        often = self.data_ranks > 1 and sends_often(self)
+        return (self.tp, self.pp, family, often, self.policy == "full", self.offload_optimizer,
                 self.reduce_dtype, self.ep, self.cp)
 
     # What follows for a step
@@ -123,6 +119,13 @@ class Layout(NamedTuple):
     def budgeted(self) -> bool:
         """Whether only a plan knows which units are computed again."""
         return self.policy == "budget"
+
+    def window(self, stages: Collection[int]) -> int:
+        """Parameter units that may be gathered at one time, where they come and go in every micro-batch; 0
+        where they do not. `stages`: how many such units each stage of a position has."""
+        if self.stage < 3 or self.residency == "step":
+            return 0
+        return self.residency if isinstance(self.residency, int) else max(stages)
 
     def alive(self, stages: list[list[int]], ahead: int) -> int:
         """Bytes of the weights that are gathered at one time, at least: of a stage, of neighbouring units, or
@@ -213,42 +216,46 @@ def _order(name: str, p: int, m: int, v: int, pair: bool) -> Order:
     return SCHEDULES[name].order(p, m, v, pair)
 
 
-Held = tuple[tuple[int, int], ...]  # (stage, of how many micro-batches it has saved tensors)
+# (stage, micro-batches that wait for its backward, or for the second half of it), of those that wait
+Held = tuple[tuple[int, int, int], ...]
 
 
 class MostHeld(NamedTuple):
-    """When the tasks of a position have saved most."""
+    """Before a backward of a stage, or a half of one."""
 
-    before: list[tuple[int, Held]]  # before backwards of these stages
-    split: bool  # whether its backwards are two halves
+    stage: int
+    kind: str  # of the task
+    held: Held
 
 
-def most_held(layout: Layout, microbatches: int) -> list[MostHeld]:
-    """By position. What is left out has saved less than another before a backward of the same stage."""
+def most_held(layout: Layout, microbatches: int) -> list[list[MostHeld]]:
+    """By position: when its tasks hold most."""
     return _most_held(layout.schedule, layout.pp, microbatches, layout.virtual_stages, layout.pair)
 
 
 @cache
-def _most_held(*about: Any) -> list[MostHeld]:
+def _most_held(*about: Any) -> list[list[MostHeld]]:
+    """What is left out holds less than another before a task of the same kind and stage."""
     positions = []
     for tasks in _order(*about):
-        now, before = Counter[int](), dict[tuple[int, Held], None]()
+        whole, half, before = Counter[int](), Counter[int](), dict[MostHeld, None]()
         for task in tasks:
             if task.kind == "F":
-                now[task.stage] += 1
-            elif task.kind != "W":
-                before[task.stage, tuple((stage, count) for stage, count in now.items() if count)] = None
-                now[task.stage] -= 1
-        most = [(stage, held) for stage, held in before
-                if not any(at == stage and other is not held and _covers(other, held)
-                           for at, other in before)]
-        positions.append(MostHeld(most, any(task.kind == "I" for task in tasks)))
+                whole[task.stage] += 1
+                continue
+            held = tuple((stage, whole[stage], half[stage]) for stage in whole if whole[stage] or half[stage])
+            before[MostHeld(task.stage, task.kind, held)] = None
+            whole[task.stage] -= task.kind != "W"
+            half[task.stage] += {"B": 0, "I": 1, "W": -1}[task.kind]
+        positions.append([each for each in before
+                          if not any(other is not each and _covers(other, each) for other in before)])
     return positions
 
 
-def _covers(other: Held, held: Held) -> bool:
-    more = dict(other)
-    return all(more.get(stage, 0) >= count for stage, count in held)
+def _covers(other: MostHeld, one: MostHeld) -> bool:
+    more = {stage: (whole, half) for stage, whole, half in other.held}
+    return other[:2] == one[:2] and all(of >= whole and later >= half for stage, whole, half in one.held
+                                        for of, later in [more.get(stage, (0, 0))])
 
 
 # Schedules of one kind: they trade memory for time in the same way.

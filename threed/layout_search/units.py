@@ -36,6 +36,8 @@ class UnitPrice(NamedTuple):
     again: float  # seconds of forward, computed again (a position may do this while it waits for a gradient)
     weight: float  # seconds of the half of backward that computes gradients of weights
     saved: int  # bytes from forward to backward
+    waiting: int  # bytes of them, where backward does not follow at once: the loss may be computed again then
+    operands: int  # bytes from one half of backward to the other
 
 
 class UnitBytes(NamedTuple):
@@ -80,13 +82,14 @@ class Units(Cuts):
         short = self._short(layout.of_units())
         table = self._all_units(short.table, layout)
         seconds = cost(Plan(table, {}, config_of(layout, self.config)), self.hardware)
-        saved = Counter[int]() if layout.budgeted else saved_by(short)
+        saved, operands = Counter[int]() if layout.budgeted else saved_by(short), operands_of(short.table)
 
         def of(unit: int, kind: int) -> UnitPrice:
             forward, backward, weight, again = (seconds(0, Instruction(op, unit, 0)) for op in (
                 Op.FORWARD, Op.BACKWARD, Op.BACKWARD_WEIGHT, Op.RECOMPUTE))
-            repeated = table.units[unit].recompute and unit != table.last
-            return UnitPrice(forward, backward, again * repeated, weight, saved[kind])
+            last, own = unit == table.last, table.units[unit]
+            return UnitPrice(forward, backward, again * (own.recompute and not last), weight, saved[kind],
+                             0 if own.recompute and last else saved[kind], operands[kind])
 
         kinds = self.few(layout).units
         known = {kind: of(kinds.index(kind), kind) for kind in {*kinds}}
@@ -96,22 +99,18 @@ class Units(Cuts):
         """The units of a layout's model, from a table of all of their kinds."""
         return replace(few, units=tuple(few.units[kind] for kind in self.few(layout).units))
 
-    def reductions(self, layout: Layout) -> Sequence[float]:
-        """Seconds that a reduction of each unit's gradients takes, over its shard group. (A tied embedding's
-        is the first unit's.)"""
-        def price() -> list[float]:
+    def sends(self, layout: Layout, op: Op) -> list[dict[object, float]]:
+        """Of each compute unit, by parameter unit: seconds that a GATHER of its weights, if they come and go,
+        or a REDUCE of its gradient takes over its shard group."""
+        def price() -> list[dict[object, float]]:
             table = self._table(layout)
             seconds = cost(Plan(table, {}, config_of(layout, self.config)), self.hardware)
-            each = {p: seconds(0, Instruction(Op.REDUCE, p, group=held.shard_group))
-                    for p, held in table.parameters.items() if held.trains and table.shards.reductions(p)}
-            taken = set[object]()
-            result = []
-            for names in self._parameters(table, layout.of_parameters()):
-                result.append(sum(each.get(p, 0.0) for name, p in names.items() if name not in taken))
-                taken.update(names)
-            return result
+            takes = {p: seconds(0, Instruction(op, p, group=held.shard_group))
+                     for p, held in table.parameters.items() if _is_sent(table, p, op)}
+            return [{name: takes[p] for name, p in names.items() if p in takes}
+                    for names in self._parameters(table, layout.of_parameters())]
 
-        return self.once(("reduced", layout.of_reductions()), price)
+        return self.once(("sends", op, layout.of_reductions()), price)
 
     def _places(self, layout: Layout) -> object:
         """How the groups lie in which ranks cut parameters, or tokens."""
@@ -171,9 +170,27 @@ def saved_by(analysis: Analysis) -> Counter[int]:
                               and slot.tier == Tier.DEVICE) for unit in range(len(table.units))})
 
 
+def operands_of(few: Table) -> Counter[int]:
+    """Compute unit -> bytes of what it made that the second half of a backward reads, and frees."""
+    made = Counter[int]()
+    for unit in range(len(few.units)):
+        for half in halves(Instruction(Op.BACKWARD, unit, 0), few)[1:]:
+            for slot in effects(half, few, 0).frees:
+                made[slot.unit] += few.size(slot)
+    return made
+
+
 def _unit_bytes(table: Table, p: int) -> UnitBytes:
     held = table.parameters[p]
     comes = held.trains and not table.shards.in_place(p)
     gathered = table.shards.is_cut(p) and not held.whole
     return UnitBytes(unit_bytes(table, p), table.size(Slot(SlotKind.PARAM, p)) if gathered else 0,
                      table.size(Slot(SlotKind.WEIGHT_GRAD, p)) if comes else 0)
+
+
+def _is_sent(table: Table, p: int, op: Op) -> bool:
+    """Whether a parameter unit's weights come and go, or its gradient is reduced."""
+    held = table.parameters[p]
+    if op == Op.GATHER:
+        return table.shards.is_cut(p) and not held.whole
+    return held.trains and bool(table.shards.reductions(p))

@@ -9,7 +9,7 @@ piece of model.fused, or a norm, is one kernel.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -81,7 +81,8 @@ def temporaries_of(plan: Plan) -> Callable[[Instruction], int]:
                [kinds[at] for unit in run for at in range(*table.units[unit].layers)],
                [(item.op, item.keep, item.unit - run.start) for item in items],
                [table.units[unit].makes for unit in run])
-        bytes_of.update(zip(map(_what, items), _measured(key, config, table, run, items), strict=True))
+        for item, size in zip(items, _measured(key, config, table, run, items), strict=True):
+            bytes_of[_what(item)] = max(size, bytes_of.get(_what(item), size))
         first += length
     return lambda instruction: (_of_part(instruction, table) if instruction.part else
                                 bytes_of.get(_what(instruction), 0))
@@ -104,10 +105,18 @@ def _what(item: Instruction) -> What:
 
 
 def _once(program: Program) -> list[Instruction]:
-    """The instructions of a program that compute, each unit's for one micro-batch alone."""
-    first: dict[int, int] = {}
-    return [item for item in program if item.op in COMPUTE
-            and first.setdefault(item.unit, item.microbatch) == item.microbatch]
+    """The instructions that compute, of as few micro-batches as have one of each kind: some schedules split
+    the backward of some, and some policies recompute some."""
+    turns: dict[int, list[Instruction]] = defaultdict(list)
+    for item in program:
+        if item.op in COMPUTE:
+            turns[item.microbatch].append(item)
+    seen, some = set[What](), list[Instruction]()
+    for items in turns.values():
+        if not seen.issuperset(kinds := {*map(_what, items)}):
+            seen |= kinds
+            some += items
+    return some
 
 
 @remembered(lambda key, *_: repr(key))

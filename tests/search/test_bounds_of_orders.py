@@ -1,0 +1,69 @@
+"""Bounds of a search, order by order: what a position holds, and what it gathers, against its plan."""
+
+from __future__ import annotations
+
+import pytest
+
+import threed
+from tests.layouts import H100, QUIET
+from threed.base.remember import remembering
+from threed.layout_search.bounds import Bounds
+from threed.layout_search.layout import Layout, config_of, schedules
+from threed.layout_search.short_plan import priced, short_plan
+from threed.prediction.peak import peaks
+from threed.program.effects import effects
+from threed.program.instruction import Op
+from threed.schedules.orders import SCHEDULES
+
+MODELS = {"dense": ["model.name=llama3-8b"], "tied": ["model.name=llama3-8b", "model.tie_embeddings=true"],
+          "experts": ["model.name=mixtral-8x7b"]}
+
+
+@pytest.fixture(autouse=True)
+def shared():
+    with remembering():
+        yield
+
+
+def base_of(model: str):
+    return threed.load("configs/llama3-8b.yaml", ["model.layers=12", "model.seq_len=16384",
+                                                  "train.global_batch_size=24", *QUIET, *MODELS[model]])
+
+
+def layout_of(schedule: str, model: str, **more) -> Layout:
+    ep = 2 if model == "experts" else 1
+    return Layout(1, 4, 2, schedule=schedule, virtual_stages=SCHEDULES[schedule].virtual or 2, ep=ep,
+                  **{"shard_size": 2, **more})
+
+
+@pytest.mark.parametrize("schedule", schedules())
+@pytest.mark.parametrize("policy, away", [("none", False), ("selective", False), ("full", False),
+                                          ("full", True)])
+@pytest.mark.parametrize("model", MODELS)
+def test_what_is_held(model, policy, away, schedule):
+    """The last unit is computed again where its backward does not follow at once, and halves of backwards
+    leave operands to others: a bound that counted neither was above the plan, or a seventh of it."""
+    base = base_of(model)
+    layout = layout_of(schedule, model, policy=policy, offload_activations=away).of_activations()
+    bounds, config = Bounds(base, H100), config_of(layout, base)
+    rows = peaks(short_plan(config, config.num_microbatches), H100)
+    planned = [row.total - row.fixed_bytes for row in rows]
+    taken = bounds.taken_bytes(layout)
+    for held in (bounds.saved_bytes(layout), bounds.working_bytes(layout)):
+        assert all(size + taken <= row for size, row in zip(held, planned, strict=True))
+    assert max(held) + taken > 0.7 * max(planned)
+
+
+@pytest.mark.parametrize("schedule", schedules())
+@pytest.mark.parametrize("residency", [1, 2, "stage", "step"])
+@pytest.mark.parametrize("model", MODELS)
+def test_what_is_sent(model, residency, schedule):
+    """Gathers and reductions over dp, one after another: those of the busiest position, as in its plan."""
+    base = base_of(model)
+    layout = layout_of(schedule, model, policy="full", stage=3, residency=residency, reduce_every=1)
+    analysis = short_plan(config_of(layout, base), 12)
+    price = priced(analysis, H100)
+    sent = [sum(price(position, item) for item in program if item.op in (Op.GATHER, Op.REDUCE)
+                and effects(item, analysis.table, position).lane == "dp")
+            for position, program in enumerate(analysis.plan.programs["train"])]
+    assert 0.8 * max(sent) < Bounds(base, H100).sent_s(layout) <= 1.000001 * max(sent)

@@ -43,7 +43,7 @@ from threed.program.analysis import Analysis
 from threed.program.trace import Trace
 from threed.schema import Config
 from threed.training import setup as assemble
-from threed.training.checkpoints import check_room
+from threed.training.host_room import check_hosts
 
 RANKS, STARTS, GLOO = (1024, 4096, 10240), (128, 512, 1024), (16, 32, 64)
 LIMIT = datetime.timedelta(seconds=60)
@@ -111,7 +111,7 @@ def of_ranks(ranks: int, folder: str) -> dict[str, str]:
     assert isinstance(comm, Counting)
     hosts = watch.hosts
     shared.same_data(comm, prepared, hosts, True)
-    check_room(analysis.plan, comm)
+    check_hosts(config, analysis, comm, hosts)
     shared.same_folder(comm, Path(folder), hosts, 60.0, True)
     resume(config, SimpleNamespace(comm=comm))  # pyright: ignore[reportArgumentType]
     start_s = time.thread_time() - begin

@@ -24,7 +24,8 @@ SAMPLE = [cell for cell in each_value(covering()) if cell.activation != "budget"
 def with_keys(config: Config) -> Config:
     return replace(config, model=replace(
         config.model, norm="rmsnorm", activation="swiglu", bias=False, head_dim=6, qkv_bias=True,
-        qk_norm=True, kv_heads=2, rope_scaling=[8.0, 1.0, 4.0, 4.0]))
+        qk_norm=True, kv_heads=4 if config.parallel.cp_form == "heads" else 2,
+        rope_scaling=[8.0, 1.0, 4.0, 4.0]))
 
 
 @pytest.mark.parametrize("cell", [

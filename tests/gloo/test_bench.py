@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import subprocess
@@ -45,6 +46,12 @@ def test_each_bench_is_tried():
     names = {".".join(path.relative_to(ROOT / "bench").with_suffix("").parts): path.read_text()
              for path in (ROOT / "bench").rglob("*.py")}
     assert {name for name, text in names.items() if "__main__" in text} == {*SMALLEST, *ELSEWHERE}
+
+
+@pytest.mark.parametrize("name", sorted({*SMALLEST, *ELSEWHERE} - {"gpu.kernels"}))  # (it needs triton)
+def test_what_each_bench_imports(name):
+    """A function that it calls moved, and only `make matrix` saw it."""
+    importlib.import_module(f"bench.{name}")
 
 
 @pytest.mark.parametrize("name", [

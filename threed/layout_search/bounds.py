@@ -1,5 +1,6 @@
 """Bounds: what no layout is below, without a plan of it: the price of units for all micro-batches of the
-busiest position, and the bytes of parameters, gradients, optimizer state, and what its order saves.
+busiest position, what a position gathers and reduces, and the bytes of parameters, gradients, optimizer
+state, and what its order saves.
 """
 
 from __future__ import annotations

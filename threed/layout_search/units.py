@@ -183,7 +183,7 @@ def operands_of(few: Table) -> Counter[int]:
 def _unit_bytes(table: Table, p: int) -> UnitBytes:
     held = table.parameters[p]
     comes = held.trains and not table.shards.in_place(p)
-    gathered = table.shards.is_cut(p) and not held.whole
+    gathered = _is_sent(table, p, Op.GATHER)
     return UnitBytes(unit_bytes(table, p), table.size(Slot(SlotKind.PARAM, p)) if gathered else 0,
                      table.size(Slot(SlotKind.WEIGHT_GRAD, p)) if comes else 0)
 

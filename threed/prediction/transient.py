@@ -105,7 +105,7 @@ def _what(item: Instruction) -> What:
 
 
 def _once(program: Program) -> list[Instruction]:
-    """The instructions that compute, of as few micro-batches as have one of each kind: some schedules split
+    """The instructions that compute, of a few micro-batches that have one of each kind: some schedules split
     the backward of some, and some policies recompute some."""
     turns: dict[int, list[Instruction]] = defaultdict(list)
     for item in program:

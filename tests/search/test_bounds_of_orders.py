@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from operator import le
+
 import pytest
 
 import threed
@@ -9,7 +11,7 @@ from tests.layouts import H100, QUIET
 from threed.base.remember import remembering
 from threed.layout_search.bounds import Bounds
 from threed.layout_search.layout import Layout, config_of, schedules
-from threed.layout_search.short_plan import priced, short_plan
+from threed.layout_search.short_plan import ShortPlans, priced, short_plan
 from threed.prediction.contention import step
 from threed.prediction.peak import peaks
 from threed.program.effects import effects
@@ -26,9 +28,10 @@ def shared():
         yield
 
 
-def base_of(model: str):
+def base_of(model: str, *more: str):
     return threed.load("configs/llama3-8b.yaml", ["model.layers=12", "model.seq_len=16384",
-                                                  "train.global_batch_size=24", *QUIET, *MODELS[model]])
+                                                  "train.global_batch_size=24", *QUIET, *MODELS[model],
+                                                  *more])
 
 
 def layout_of(schedule: str, model: str, **more) -> Layout:
@@ -68,5 +71,26 @@ def test_what_is_sent(model, residency, schedule):
     sent = [sum(price(position, item) for item in program if item.op in (Op.GATHER, Op.REDUCE)
                 and effects(item, analysis.table, position).lane == "dp")
             for position, program in enumerate(analysis.plan.programs["train"])]
-    bound_s, step_s = Bounds(base, H100).sent_s(layout), step(analysis, price, H100).total_s
-    assert 0.8 * max(sent) < bound_s <= 1.000001 * step_s
+    bounds, step_s = Bounds(base, H100), step(analysis, price, H100).total_s
+    assert 0.8 * max(sent) < bounds.sent_s(layout, bounds.filled_s(layout)) <= 1.000001 * step_s
+    alike = ShortPlans(config_of(layout.of_activations(), base), H100)
+    assert alike.least_s(bounds.microbatch_s(layout)) <= 1.000001 * step_s
+
+
+@pytest.mark.parametrize("schedule", schedules())
+@pytest.mark.parametrize("stage, residency, every", [
+    (1, None, None), (2, None, 1), (2, None, "step"), (3, 1, "step"), (3, "stage", 1), (3, "step", "step")])
+@pytest.mark.parametrize("away", [False, True])
+@pytest.mark.parametrize("model", MODELS)
+def test_what_stays(model, away, stage, residency, every, schedule):
+    """Whole gradients of several stages wait at a time where their backwards take turns; but breadth-first,
+    and with few micro-batches, one stage ends before another begins. A tied embedding is gathered once.
+    Gradients that go to the host, and those that are cast, have buffers."""
+    for size in (1, 3):  # sequences of a micro-batch: 12 micro-batches, and as many as positions
+        base = base_of(model, "model.layers=24", f"precision.reduce_dtype={'bf16' if size == 1 else 'fp32'}")
+        layout = layout_of(schedule, model, stage=stage, residency=residency, reduce_every=every,
+                           offload_optimizer=away, micro_batch_size=size)
+        if SCHEDULES[schedule].fills(layout.pp, 12 // size):
+            planned = ShortPlans(config_of(layout, base), H100).fixed_bytes()
+            bound = Bounds(base, H100).fixed_bytes(layout)
+            assert all(map(le, bound, planned)) and max(bound) > 0.6 * max(planned)

@@ -179,9 +179,9 @@ class Search:
             some = [each for each in some if self._may_fit(each.variant.layout, _most(each.fixed, held))]
         if not some:
             return
-        least_s = max(bound_s, self.bounds.filled_s(plain))
-        some = self._of_use([each._replace(bound_s=max(least_s, self.bounds.sent_s(each.variant.layout)))
-                             for each in some])
+        filled = self.bounds.filled_s(plain)
+        some = self._of_use([each._replace(bound_s=max(bound_s, sent_s)) for each in some
+                             for sent_s in [self.bounds.sent_s(each.variant.layout, filled)]])
         alike = ShortPlans(config_of(plain, self.base), self.hardware)
         for variant, fixed, bound_s in some:
             yield bound_s, _Candidate(variant, group, alike, fixed)
@@ -233,14 +233,15 @@ class Search:
                 working = self._working_bytes(layout, alike)
                 if not self._may_fit(layout, _most(least, working)):
                     return
-                bound_s = max(bound_s, alike.least_s(self.bounds.microbatch_s(layout), limit))
+                microbatch_s = self.bounds.microbatch_s(layout)
+                bound_s = max(bound_s, alike.least_s(microbatch_s, limit))
             if bound_s <= limit:
                 short = ShortPlans(config_of(layout, self.base), self.hardware)
                 if not self._may_fit(layout, size := _most(short.fixed_bytes(), working)):
                     return
                 if size < _SURE * self.memory:
                     group.fitting.append(variant)
-                bound_s = short.step_s(alike, limit, self.bounds.microbatch_s(layout))
+                bound_s = short.step_s(alike, limit, microbatch_s)
                 group.tried.append((variant, bound_s))
             if bound_s > limit:
                 result.dropped[SLOWER] += 1

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from operator import add
 
 from threed.features.zero.plan import window
-from threed.layout_search.layout import Layout, MostHeld, config_of, most_held
+from threed.layout_search.layout import Layout, MostHeld, added_up, config_of, most_held
 from threed.layout_search.short_plan import FORWARDS_FIRST, filling_count, steady_count
 from threed.layout_search.units import UnitBytes, Units
 from threed.planner.facts import make_mesh
@@ -32,8 +34,19 @@ class Bounds(Units):
         return self.config.train.global_batch_size // (layout.micro_batch_size * layout.dp)
 
     def microbatch_s(self, layout: Layout) -> float:
-        """Seconds: no micro-batch of a steady state takes less."""
-        return max(self.busy(layout))
+        """Seconds: no further micro-batch takes less, whichever position the others wait for."""
+        return min(map(add, self.busy(layout), self.longer_s(layout)))
+
+    def longer_s(self, layout: Layout) -> list[float]:
+        """By position: seconds by which traffic over dp in each micro-batch makes it longer. Of C seconds of
+        traffic those beside computation slow it down by the share c of them, and the others run while nothing
+        is computed: together at least C c / (1 + c), but for those that run while it waits for exchanges."""
+        m, share = self.microbatches(layout), self.hardware.contention
+        waits = [0.0] * layout.pp
+        for (position, _), stage in zip(self.placed(layout), self.stage_prices(layout), strict=True):
+            waits[position] += stage.before_forward + stage.before_backward
+        return [max(0.0, gathers / m + reduces * layout.reduces_often - wait) * share / (1 + share)
+                for (gathers, reduces), wait in zip(self._traffic_s(layout), waits, strict=True)]
 
     def saved_bytes(self, layout: Layout) -> list[int]:
         """Bytes by position: what its order saves for the backward, at their most."""
@@ -79,8 +92,9 @@ class Bounds(Units):
             beside.append(max(*each, more))
         return beside
 
-    def filled_s(self, layout: Layout) -> float:
-        """Seconds that the order of its schedule takes, with messages and updates that take no time."""
+    def filled_s(self, layout: Layout) -> list[float]:
+        """By position: seconds that the order of its schedule takes, with messages and updates that take no
+        time."""
         m, stages = self.microbatches(layout), self.stage_prices(layout)
         count = self._steady_count(layout)
         order = layout.order(count)
@@ -88,36 +102,40 @@ class Bounds(Units):
                            [each.backward - each.weight for each in stages], [each.weight for each in stages])
         at_work = spans(order, layout.place, times)
         end_s = max(end for _, end in at_work)
-        step_s = end_s if m == count else 0.0
-        for (start, end), busy, tasks in zip(at_work, self.busy(layout), order, strict=True):
-            # No other position waits for the gradients of weights.
-            step_s = max(step_s, start + m * busy + (end_s - end if tasks[-1].kind != "W" else 0.0))
-        return step_s
+        # No other position waits for the gradients of weights.
+        return [max(end_s if m == count else 0.0,
+                    start + m * busy + (end_s - end if tasks[-1].kind != "W" else 0.0))
+                for (start, end), busy, tasks in zip(at_work, self.busy(layout), order, strict=True)]
 
     def _steady_count(self, layout: Layout) -> int:
         return steady_count(layout.schedule, layout.pp, self.microbatches(layout))
 
-    def sent_s(self, layout: Layout) -> float:
+    def sent_s(self, layout: Layout, filled: Sequence[float]) -> float:
         """Seconds: no step is shorter that gathers parameters and reduces their gradients, one after another:
         after each micro-batch, or at the end; where a position has one stage, in its last micro-batch.
+        `filled`: as from `filled_s`, of what computes the same."""
+        traffic, m, busy = self._traffic_s(layout), self.microbatches(layout), self.busy(layout)
+        # (What the first micro-batch gathers, and the last one reduces, others may compute beside.)
+        least = max(took + (m - 1) * more for took, more in zip(filled, self.longer_s(layout), strict=True))
+        least = max(least, *(gathers + (m if layout.reduces_often else 1) * reduces
+                             for gathers, reduces in traffic))
+        if layout.reduces_often or len(layout.place) > layout.pp:
+            return least
+        return max(least, *(m * busy[position] - stage.again - stage.backward + traffic[position][1]
+                            for (position, _), stage in zip(self.placed(layout), self.stage_prices(layout),
+                                                            strict=True)))
 
-        Of C seconds of these some run beside the computation of B seconds, which takes the share c of them
-        longer, and the step at least as long as the others: B + C c / (1 + c)."""
+    def _traffic_s(self, layout: Layout) -> list[tuple[float, float]]:
+        """By position: seconds of a step that gathers take in which parameters come and go; and of a
+        reduction of all gradients."""
         if layout.data_ranks == 1:
-            return 0.0
-        units, m, busy = self.sends(layout, Op.REDUCE), self.microbatches(layout), self.busy(layout)
+            return [(0.0, 0.0)] * layout.pp
+        units = self.sends(layout, Op.REDUCE)
         reduced: list[dict[object, float]] = [{} for _ in range(layout.pp)]
         for position, stage in self.placed(layout):
             reduced[position] |= _together(units[stage])  # (a tied embedding once)
-        takes = [sum(each.values()) for each in reduced]
-        most = max(range(layout.pp), key=takes.__getitem__)
-        sent = self._gathers_s(layout, most) + (m if layout.reduces_often else 1) * takes[most]
-        least = max(sent, m * busy[most] + sent * (share := self.hardware.contention) / (1 + share))
-        if layout.reduces_often or len(layout.place) > layout.pp:
-            return least
-        return max(least, *(m * busy[position] - stage.again - stage.backward + takes[position]
-                            for (position, _), stage in zip(self.placed(layout), self.stage_prices(layout),
-                                                            strict=True)))
+        return [(self._gathers_s(layout, position), sum(each.values()))
+                for position, each in enumerate(reduced)]
 
     def _gathers_s(self, layout: Layout, position: int) -> float:
         """Seconds that a position gathers, where parameters come and go: those of a few micro-batches, as the
@@ -155,20 +173,20 @@ class Bounds(Units):
     def fixed_bytes(self, layout: Layout) -> list[int]:
         """By position: bytes of what is on the device all the time: parameters, gradients, optimizer state,
         and buffers for what comes and goes."""
-        # Between micro-batches the gradients of all units are whole.
-        summed = layout.adds_whole and self.microbatches(layout) > 1
+        # Between micro-batches whole gradients wait for the next.
+        summed = added_up(layout, self._steady_count(layout)) if layout.adds_whole else None
         return self.once(("fixed", layout.of_parameters(), layout.place, summed),
-                         lambda: self._fixed_bytes(layout, summed))
+                         lambda: self._fixed_bytes(layout, summed or [()] * layout.pp))
 
-    def _fixed_bytes(self, layout: Layout, summed: bool) -> list[int]:
+    def _fixed_bytes(self, layout: Layout, summed: Sequence[Collection[Collection[int]]]) -> list[int]:
         alone = layout.of_parameters()
         units = self.once(("bytes", alone), lambda: self.parameter_bytes(alone))
-        rows: list[list[dict[object, UnitBytes]]] = [[] for _ in range(layout.pp)]  # of each stage
-        for position, stage in self.placed(layout):
+        rows: list[dict[int, dict[object, UnitBytes]]] = [{} for _ in range(layout.pp)]  # of each stage
+        for number, (position, stage) in enumerate(self.placed(layout)):
             # (a tied embedding counts once)
-            rows[position].append({p: each for unit in units[stage] for p, each in unit.items()})
+            rows[position][number] = {p: each for unit in units[stage] for p, each in unit.items()}
         ahead = 1 if self.config.zero.prefetch is None else self.config.zero.prefetch
-        return [_held(row, layout, ahead, summed) for row in rows]
+        return [_held(row, layout, ahead, together) for row, together in zip(rows, summed, strict=True)]
 
     def taken_bytes(self, layout: Layout) -> int:
         """Bytes of a device that CUDA and communicators take, at least."""
@@ -183,11 +201,18 @@ def _together(units: list[dict[object, float]]) -> dict[object, float]:
     return {name: each for unit in units for name, each in unit.items()}
 
 
-def _held(stages: list[dict[object, UnitBytes]], layout: Layout, ahead: int, summed: bool) -> int:
+def _held(stages: Mapping[int, dict[object, UnitBytes]], layout: Layout, ahead: int,
+          summed: Collection[Collection[int]]) -> int:
     """Bytes of a position's stages, with buffers. `ahead`: units that are gathered before their turn.
-    `summed`: whole gradients of all units at a time."""
-    whole = {p: each for stage in stages for p, each in stage.items()}
-    gathered = layout.alive([[each.gathered for each in stage.values()] for stage in stages], ahead)
-    gradients = sorted((each.gradient for each in whole.values()), reverse=True)
+    `summed`: the stages of which whole gradients of all units wait, at each time."""
+    whole = {p: each for stage in stages.values() for p, each in stage.items()}
+    gathered = layout.alive([{p: each.gathered for p, each in stage.items()} for stage in stages.values()],
+                            ahead)
     # One is sent while the next is computed.
-    return sum(each.fixed for each in whole.values()) + gathered + sum(gradients[:None if summed else 2])
+    gradients = [sum(sorted((each.gradient for each in whole.values()), reverse=True)[:2])]
+    gradients += [sum({p: each.gradient for stage in some for p, each in stages[stage].items()}.values())
+                  for some in summed]
+    streamed = Counter(each.streamed for each in whole.values())
+    return (sum(each.fixed for each in whole.values()) + gathered + max(gradients)
+            + sum(size * min(2, count) for size, count in streamed.items())
+            + max((each.staging for each in whole.values()), default=0))

@@ -127,14 +127,16 @@ class Layout(NamedTuple):
             return 0
         return self.residency if isinstance(self.residency, int) else max(stages)
 
-    def alive(self, stages: list[list[int]], ahead: int) -> int:
+    def alive(self, stages: list[dict[object, int]], ahead: int) -> int:
         """Bytes of the weights that are gathered at one time, at least: of a stage, of neighbouring units, or
         of all. `stages`: bytes of a position's units, by stage. `ahead`: units gathered before their turn."""
         if isinstance(self.residency, int):
-            rows, count = [[size for size in stage if size] for stage in stages], self.residency + ahead
+            rows = [[size for size in stage.values() if size] for stage in stages]
+            count = self.residency + ahead
             return max(sum(row[first:first + count]) for row in rows for first in range(max(1, len(row))))
-        each = [sum(stage) for stage in stages]
-        return max(each) if self.residency == "stage" else sum(each)
+        if self.residency == "stage":
+            return max(sum(stage.values()) for stage in stages)
+        return sum({unit: size for stage in stages for unit, size in stage.items()}.values())
 
     def with_tiles(self, limit: str) -> Layout:
         """With layers cut into tiles of at most so many bytes."""
@@ -256,6 +258,28 @@ def _covers(other: MostHeld, one: MostHeld) -> bool:
     more = {stage: (whole, half) for stage, whole, half in other.held}
     return other[:2] == one[:2] and all(of >= whole and later >= half for stage, whole, half in one.held
                                         for of, later in [more.get(stage, (0, 0))])
+
+
+def added_up(layout: Layout, microbatches: int) -> tuple[frozenset[frozenset[int]], ...]:
+    """By position: the stages that have begun to add up gradients of a step, and have not ended, at each
+    time."""
+    return _added_up(layout.schedule, layout.pp, microbatches, layout.virtual_stages, layout.pair)
+
+
+@cache
+def _added_up(*about: Any) -> tuple[frozenset[frozenset[int]], ...]:
+    positions = []
+    for tasks in _order(*about):
+        left = Counter(task.stage for task in tasks if task.kind in "BW")
+        begun, times = set[int](), set[frozenset[int]]()
+        for task in tasks:
+            if task.kind in "BW":
+                left[task.stage] -= 1
+                begun.add(task.stage)
+                begun -= {stage for stage in begun if not left[stage]}
+                times.add(frozenset(begun))
+        positions.append(frozenset(times))
+    return tuple(positions)
 
 
 # Schedules of one kind: they trade memory for time in the same way.

@@ -36,7 +36,8 @@ from threed.schedules.orders import SCHEDULES
 from threed.schema import Config, OffloadConfig
 
 FORWARDS_FIRST = ("gpipe", "breadth-first")  # orders with the forwards of all micro-batches before backwards
-_STEADY = 0.99  # of the pace: a steady state is not faster
+_STEADY = 0.99  # of the pace with free traffic: a steady state is not faster
+_SURE = 0.999  # of what one more micro-batch takes while the pipeline fills: later it takes no less
 
 
 def as_priced(config: Config, hardware: Hardware) -> Config:
@@ -176,11 +177,13 @@ class ShortPlans:
         `microbatch_s`. It takes one plan; a second one where it is not above `limit` by the first."""
         filled, left = self._timed(self._filling, _FREE), self.m - self._filling
         least = filled + left * microbatch_s
-        if least > limit or self._hides or self._steady == self._filling:
+        more = self._steady - self._filling
+        # (Where positions wait for messages in turn, only an even number takes as long as the next ones.)
+        if least > limit or self._hides or not more or (self.p > 1 and more % 2):
             return least
         # While the pipeline fills, one more micro-batch takes less than later.
-        per = (self._timed(self._steady, _FREE) - filled) / (self._steady - self._filling)
-        return max(least, filled + left * _STEADY * per)
+        per = (self._timed(self._steady, _FREE) - filled) / more
+        return max(least, filled + left * _SURE * per)
 
     def step_s(self, alike: ShortPlans | None = None, limit: float = math.inf,
                microbatch_s: float = 0.0) -> float:
@@ -192,11 +195,12 @@ class ShortPlans:
         micro-batches hide traffic behind these: longer plans are made until there is little to hide."""
         alike = alike or self
         if not self._hides:
-            first = self._timed(self._filling) + (self.m - self._filling) * microbatch_s
-            if first > limit or self._filling == self.m:
+            filled, left = self._timed(self._filling), self.m - self._filling
+            first = filled + left * microbatch_s
+            if first > limit or not left:
                 return first
             # Each further micro-batch adds what it adds where traffic is free, or more.
-            first = alike.free_s() + self._timed(self._filling) - alike._timed(self._filling, _FREE)
+            first = alike.free_s() + filled - alike._timed(self._filling, _FREE)
             if first > limit or not sends_often(self.config.zero):
                 return first
         while True:
@@ -269,7 +273,7 @@ def priced(analysis: Analysis, hardware: Hardware, free: Collection[Op] = (),
     """Seconds of an instruction. `free`: what takes none. `change`: what makes a table of other prices."""
     plan = analysis.plan
     price = cost(replace(plan, table=change(plan.table)) if change else plan, hardware)
-    return lambda position, item: 0.0 if _counts_as(item) in free else price(position, item)
+    return lambda position, item: 0.0 if counts_as(item) in free else price(position, item)
 
 
 _OVER_DP = (Op.GATHER, Op.REDUCE)  # of parameters and their gradients
@@ -277,7 +281,7 @@ _FREE = (*_OVER_DP, Op.OFFLOAD, Op.FETCH, Op.CLIP, Op.STEP)
 _INPUTS = (SlotKind.KEPT, SlotKind.KEPT_PART)  # of RECOMPUTE: with it their moves are free
 
 
-def _counts_as(item: Instruction) -> Op | None:
+def counts_as(item: Instruction) -> Op | None:
     """The op with which an instruction is free. None for parts of messages, and for what travels over tp."""
     if item.kind in _INPUTS:
         return Op.RECOMPUTE

@@ -4,27 +4,29 @@ layers with units of all kinds, on one position.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from threed.base.axes import axes_of
 from threed.layout_search.cuts import Cuts
 from threed.layout_search.layout import Layout, config_of
-from threed.layout_search.short_plan import as_priced, short_plan
+from threed.layout_search.short_plan import as_priced, counts_as, short_plan
 from threed.planner.facts import make_mesh, make_table
 from threed.planner.unit_kinds import TIED
 from threed.prediction.analytic import cost
 from threed.prediction.hardware import Hardware, places
 from threed.prediction.peak import temporaries_of
 from threed.program.analysis import Analysis
+from threed.program.buffers import staging_bytes
 from threed.program.effects import effects
 from threed.program.halves import halves
-from threed.program.instruction import BACKWARDS, Instruction, Op, Slot, SlotKind, Tier
+from threed.program.instruction import BACKWARDS, COMPUTE, Instruction, Op, Slot, SlotKind, Tier
 from threed.program.plan import Plan
 from threed.program.summary import activations, unit_bytes
 from threed.program.table import Table
+from threed.program.walk import Mode, walk
 from threed.schema import Config
 
 
@@ -35,6 +37,8 @@ class UnitPrice(NamedTuple):
     backward: float  # seconds
     again: float  # seconds of forward, computed again (a position may do this while it waits for a gradient)
     weight: float  # seconds of the half of backward that computes gradients of weights
+    before_forward: float  # seconds in which nothing is computed until what another unit hands on has come
+    before_backward: float
     saved: int  # bytes from forward to backward
     waiting: int  # bytes of them, where backward does not follow at once: the loss may be computed again then
     operands: int  # bytes from one half of backward to the other
@@ -46,6 +50,8 @@ class UnitBytes(NamedTuple):
     fixed: int  # all the time
     gathered: int  # of its weights, where they come and go
     gradient: int  # of its whole gradient, where that comes and goes
+    streamed: int  # of its part of the gradient, where that goes to the host after each reduction
+    staging: int  # of the staging buffer, if it is the largest unit
 
 
 class Units(Cuts):
@@ -56,7 +62,7 @@ class Units(Cuts):
         self.hardware = hardware
 
     def busy(self, layout: Layout) -> list[float]:
-        """Seconds by position in which it computes a micro-batch."""
+        """Seconds by position in which it computes a micro-batch, or waits for what its units hand on."""
         busy = [0.0] * layout.pp
         for (position, _), stage in zip(self.placed(layout), self.stage_prices(layout), strict=True):
             busy[position] += stage.forward + stage.again + stage.backward
@@ -65,7 +71,7 @@ class Units(Cuts):
     def stage_prices(self, layout: Layout) -> list[UnitPrice]:
         def add_up() -> list[UnitPrice]:
             units = self.prices(layout)
-            return [UnitPrice(*map(sum, zip(*units[stage], strict=True))) for _, stage in self.placed(layout)]
+            return [_stage_price(units[stage]) for _, stage in self.placed(layout)]
 
         return self.once(("stage prices", *self._priced_by(layout), len(layout.place)), add_up)
 
@@ -83,17 +89,36 @@ class Units(Cuts):
         table = self._all_units(short.table, layout)
         seconds = cost(Plan(table, {}, config_of(layout, self.config)), self.hardware)
         saved, operands = Counter[int]() if layout.budgeted else saved_by(short), operands_of(short.table)
+        before = self._waits(short, layout)
 
         def of(unit: int, kind: int) -> UnitPrice:
             forward, backward, weight, again = (seconds(0, Instruction(op, unit, 0)) for op in (
                 Op.FORWARD, Op.BACKWARD, Op.BACKWARD_WEIGHT, Op.RECOMPUTE))
             last, own = unit == table.last, table.units[unit]
-            return UnitPrice(forward, backward, again * (own.recompute and not last), weight, saved[kind],
+            return UnitPrice(forward, backward, again * (own.recompute and not last), weight,
+                             before[kind, True], before[kind, False], saved[kind],
                              0 if own.recompute and last else saved[kind], operands[kind])
 
         kinds = self.few(layout).units
         known = {kind: of(kinds.index(kind), kind) for kind in {*kinds}}
         return [known[kind] for kind in kinds]
+
+    def _waits(self, short: Analysis, layout: Layout) -> Mapping[tuple[int, bool], float]:
+        """(compute unit, whether it is its forward) -> seconds before it in which it waits for what travels,
+        if nothing else takes time."""
+        waits, [links] = defaultdict[tuple[int, bool], float](float), short.simulated("train")
+        if all(counts_as(form.item) != Op.EXCHANGE for form in dict.fromkeys(links.forms)):
+            return waits
+        seconds = cost(replace(short.plan, config=config_of(layout, self.config)), self.hardware)
+        took = [seconds(0, item) if item.op in COMPUTE or counts_as(item) == Op.EXCHANGE else 0.0
+                for item in links.program]
+        when, ready = walk([links.program], [links], Mode.BUFFERED, [took]), 0.0
+        for form, start, end in zip(links.forms, when.start[0], when.end[0], strict=True):
+            if form.effect.lane == "compute":
+                if form.item.op in COMPUTE:
+                    waits[form.item.unit, form.item.op == Op.FORWARD] += start - ready
+                ready = end
+        return waits
 
     def _all_units(self, few: Table, layout: Layout) -> Table:
         """The units of a layout's model, from a table of all of their kinds."""
@@ -154,6 +179,14 @@ class Units(Cuts):
         return [{name: bytes_of[p] for name, p in names.items()} for names in self._parameters(table, layout)]
 
 
+def _stage_price(units: Sequence[UnitPrice]) -> UnitPrice:
+    """Of a stage. Its first unit, and backwards its last one, have what they need from another position."""
+    whole = UnitPrice(*map(sum, zip(*units, strict=True)))
+    before = whole.before_forward - units[0].before_forward, whole.before_backward - units[-1].before_backward
+    return whole._replace(forward=whole.forward + before[0], backward=whole.backward + before[1],
+                          before_forward=before[0], before_backward=before[1])
+
+
 def saved_by(analysis: Analysis) -> Counter[int]:
     """Compute unit -> bytes on the device when the first backward begins, without what may come twice: it
     is there by then for the last unit alone."""
@@ -184,8 +217,11 @@ def _unit_bytes(table: Table, p: int) -> UnitBytes:
     held = table.parameters[p]
     comes = held.trains and not table.shards.in_place(p)
     gathered = _is_sent(table, p, Op.GATHER)
+    streamed = held.trains and table.shards.streams(p)
     return UnitBytes(unit_bytes(table, p), table.size(Slot(SlotKind.PARAM, p)) if gathered else 0,
-                     table.size(Slot(SlotKind.WEIGHT_GRAD, p)) if comes else 0)
+                     table.size(Slot(SlotKind.WEIGHT_GRAD, p)) if comes else 0,
+                     table.size(Slot(SlotKind.GRAD_SHARD, p)) if streamed else 0,
+                     staging_bytes(table, (p,)) if held.trains else 0)
 
 
 def _is_sent(table: Table, p: int, op: Op) -> bool:

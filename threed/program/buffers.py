@@ -92,7 +92,7 @@ def count_buffers(table: Table, position: int, links: Sequence[Links]) -> Buffer
         most[name] = Counter({numel: min(count + 1, parts[numel]) for numel, count in most[name].items()})
     shared = {name: shared_sizes(times, units[name], spare=name == "grads") for name, times in taken.items()}
     return Buffers(**{name: dict(sizes) for name, sizes in most.items()} | shared,
-                   staging=_staging(table, held), adding=_adding(table, links),
+                   staging=staging_bytes(table, held), adding=_adding(table, links),
                    packing=max((table.size(slot) for unit in held
                                 if travels(slot := Slot(SlotKind.UPDATE, unit), table)), default=0))
 
@@ -184,9 +184,9 @@ def _in_pool(numel: int, unit: int, table: Table) -> int:
     return numel * table.shards.param_bytes(unit) // table.elements.param
 
 
-def _staging(table: Table, held: tuple[int, ...]) -> int:
-    """Bytes of the staging buffer: every part of a gradient arrives before the sum is taken, and a gradient
-    that travels in another dtype is cast first."""
+def staging_bytes(table: Table, held: Collection[int]) -> int:
+    """Bytes of the staging buffer of parameter units that train: every part of a gradient arrives before the
+    sum is taken, and a gradient that travels in another dtype is cast first."""
     if not any(step.staged and step.ranks > 1 for unit in held for step in table.shards.reductions(unit)):
         return 0
     times = 1 if table.elements.reduce == table.elements.grad else 2

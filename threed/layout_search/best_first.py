@@ -110,6 +110,12 @@ class Search:
         self._working: dict[Layout, list[int]] = {}  # activations and temporaries by position
         self._limit = math.inf
 
+    def again(self, keep: int) -> Search:
+        """A search of the same config for so many ideas, which knows what this one knows of units."""
+        other = Search(self.base, self.hardware, self.memory, keep, self.rounding)
+        other.bounds, other._working = self.bounds, self._working
+        return other
+
     def run(self, devices: int, fixed: Mapping[str, Any],
             progress: Progress = lambda _: None) -> SearchResult:
         """`fixed`: field of a layout -> its only value."""

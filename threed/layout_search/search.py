@@ -128,8 +128,7 @@ def _without_cp(asked: Question, searched: Search, rows: list[RankedLayout], dev
     if rows[0].changes.get("parallel.cp", 1) == 1 or fixed is None:
         return ""
     progress("the same without parallel.cp")
-    search = Search(asked.base, searched.hardware, searched.memory, 1, searched.rounding)
-    result = search.run(devices, fixed, progress)
+    result = searched.again(keep=1).run(devices, fixed, progress)
     if result.timed:
         best = result.timed[0]
         return (f"without parallel.cp: {_show_step(best.step_s)}, {best.layout.text()}; "

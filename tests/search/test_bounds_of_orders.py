@@ -13,6 +13,7 @@ from threed.layout_search.bounds import Bounds
 from threed.layout_search.layout import Layout, config_of, schedules
 from threed.layout_search.short_plan import ShortPlans, priced, short_plan
 from threed.prediction.contention import step
+from threed.prediction.hardware import Hardware
 from threed.prediction.peak import peaks
 from threed.program.effects import effects
 from threed.program.instruction import Op
@@ -94,3 +95,20 @@ def test_what_stays(model, away, stage, residency, every, schedule):
             planned = ShortPlans(config_of(layout, base), H100).fixed_bytes()
             bound = Bounds(base, H100).fixed_bytes(layout)
             assert all(map(le, bound, planned)) and max(bound) > 0.6 * max(planned)
+
+
+@pytest.mark.parametrize("hardware, model, layout", [
+    ("a100-sxm,adapter_gbps=25", "dense", Layout(4, 3, 2, "dp-pp-tp", sequence_parallel=True, stage=0)),
+    ("h100-sxm", "experts", Layout(1, 4, 8, schedule="zb-v", virtual_stages=2, micro_batch_size=2,
+                                        policy="full", stage=0, cp=2, cp_form="heads", ep=8))],
+    ids=["messages in turn", "another is busiest"])
+def test_least_by_few_micro_batches(hardware, model, layout):
+    """Where three positions wait for messages in turn, three more micro-batches are slower than the next three;
+    and at first the busiest position may have time left."""
+    machine = Hardware.parse(hardware)
+    base = base_of(model, "model.layers=16", "train.global_batch_size=384")
+    config = config_of(layout, base)
+    short, analysis = ShortPlans(config, machine), short_plan(config, config.num_microbatches)
+    price = priced(analysis, machine, (Op.GATHER, Op.REDUCE, Op.CLIP, Op.STEP))
+    whole_s = step(analysis, price, machine).total_s
+    assert 0.7 * whole_s < short.least_s(Bounds(base, machine).microbatch_s(layout)) <= 1.0001 * whole_s

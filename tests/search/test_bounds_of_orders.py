@@ -103,8 +103,8 @@ def test_what_stays(model, away, stage, residency, every, schedule):
                                         policy="full", stage=0, cp=2, cp_form="heads", ep=8))],
     ids=["messages in turn", "another is busiest"])
 def test_least_by_few_micro_batches(hardware, model, layout):
-    """Where three positions wait for messages in turn, three more micro-batches are slower than the next three;
-    and at first the busiest position may have time left."""
+    """Where three positions wait for messages in turn, three more micro-batches are slower than the next
+    three; and at first the busiest position may have time left."""
     machine = Hardware.parse(hardware)
     base = base_of(model, "model.layers=16", "train.global_batch_size=384")
     config = config_of(layout, base)

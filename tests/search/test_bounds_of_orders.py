@@ -7,7 +7,7 @@ from operator import le
 import pytest
 
 import threed
-from tests.layouts import H100, QUIET
+from tests.layouts import H100, QUIET, full_s
 from threed.base.remember import remembering
 from threed.layout_search.bounds import Bounds
 from threed.layout_search.layout import Layout, config_of, schedules
@@ -112,3 +112,29 @@ def test_least_by_few_micro_batches(hardware, model, layout):
     price = priced(analysis, machine, (Op.GATHER, Op.REDUCE, Op.CLIP, Op.STEP))
     whole_s = step(analysis, price, machine).total_s
     assert 0.7 * whole_s < short.least_s(Bounds(base, machine).microbatch_s(layout)) <= 1.0001 * whole_s
+
+
+def small(model: str, *more: str):
+    return base_of(model, "model.layers=13", "model.seq_len=4096", "train.global_batch_size=48", *more)
+
+
+def test_least_of_updates_that_differ():
+    """Whole matrices that go to their owners are a part of the update: each ZeRO stage sends others."""
+    machine = Hardware.parse("h100-sxm,exchange_efficiency=0.3")
+    base = small("experts", "optimizer.name=muon")
+    layout = Layout(4, 4, 8, schedule="zb-v", virtual_stages=2, sequence_parallel=True, stage=3, shard_size=8,
+                    residency="step", policy="selective")
+    alike = ShortPlans(config_of(layout.of_activations(), base), machine)
+    least_s = alike.least_s(Bounds(base, machine).microbatch_s(layout))
+    assert least_s <= full_s(config_of(layout, base), machine)
+
+
+def test_traffic_that_more_micro_batches_hide():
+    """Of a step of two micro-batches more traffic is exposed than of one of six."""
+    machine, base = Hardware.parse("a100-sxm,adapter_gbps=25"), small(
+        "dense", "model.lora_rank=8", "model.lora_targets=[q_proj]")
+    layout = Layout(8, 1, 8, stage=3, shard_size=8, residency="stage")
+    config, bounds = config_of(layout, base), Bounds(base, machine)
+    alike, whole_s = ShortPlans(config_of(layout.of_activations(), base), machine), full_s(config, machine)
+    limit, each_s = 0.98 * whole_s, bounds.microbatch_s(layout)
+    assert limit < ShortPlans(config, machine).step_s(alike, limit, each_s) <= 1.002 * whole_s

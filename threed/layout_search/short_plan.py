@@ -194,7 +194,8 @@ class ShortPlans:
         few micro-batches. Else two plans say what one more takes. Orders that end with backwards of many
         micro-batches hide traffic behind these: longer plans are made until there is little to hide."""
         alike = alike or self
-        if not self._hides:
+        # (What one position gathers and reduces may take longer than few micro-batches that it is hidden by.)
+        if not self._hides and self.p > 1:
             filled, left = self._timed(self._filling), self.m - self._filling
             first = filled + left * microbatch_s
             if first > limit or not left:
@@ -285,7 +286,7 @@ def counts_as(item: Instruction) -> Op | None:
     """The op with which an instruction is free. None for parts of messages, and for what travels over tp."""
     if item.kind in _INPUTS:
         return Op.RECOMPUTE
-    if not item.of_slot:
-        return item.op
+    if not item.of_slot:  # whole matrices go to their owners in an update
+        return Op.STEP if item.op == Op.EXCHANGE else item.op
     # What units hand on travels in every micro-batch, and computation waits for it, by whatever op.
     return Op.EXCHANGE if item.group and GROUPS[item.group].lane != "compute" else None

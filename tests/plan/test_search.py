@@ -106,8 +106,9 @@ def test_command(tmp_path):
     (["--devices", "4", "model.tile_linears=much"], "model.tile_linears"),
 ])
 def test_refused(arguments, message):
-    with pytest.raises((InputError, ConfigError), match=message):
+    with pytest.raises((InputError, ConfigError), match=message) as caught:
         run(*arguments)
+    assert " 0 " not in str(caught.value)  # reasons for which nothing was dropped
 
 
 def test_refused_by_the_library():

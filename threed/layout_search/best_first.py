@@ -153,7 +153,7 @@ class Search:
             if time.monotonic() > told + 2:
                 told = time.monotonic()
                 progress(self._words(done, total))
-        result.dropped.update(space.dropped)
+        result.dropped += space.dropped  # (of counters it keeps what is above 0)
         result.examples.update(space.wrong)
         result.considered += space.dropped.total()
         # Of layouts that are as fast, the one that holds least.

@@ -185,9 +185,9 @@ class Search:
             some = [each for each in some if self._may_fit(each.variant.layout, _most(each.fixed, held))]
         if not some:
             return
-        filled = self.bounds.filled_s(plain)
-        some = self._of_use([each._replace(bound_s=max(bound_s, sent_s)) for each in some
-                             for sent_s in [self.bounds.sent_s(each.variant.layout, filled)]])
+        filled, sent_s = self.bounds.filled_s(plain), self.bounds.sent_s
+        some = self._of_use([each._replace(bound_s=max(bound_s, sent_s(each.variant.layout, filled)))
+                             for each in some])
         alike = ShortPlans(config_of(plain, self.base), self.hardware)
         for variant, fixed, bound_s in some:
             yield bound_s, _Candidate(variant, group, alike, fixed)

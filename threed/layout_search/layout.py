@@ -271,13 +271,12 @@ def _added_up(*about: Any) -> tuple[frozenset[frozenset[int]], ...]:
     positions = []
     for tasks in _order(*about):
         left = Counter(task.stage for task in tasks if task.kind in "BW")
-        begun, times = set[int](), set[frozenset[int]]()
+        begun, times = frozenset[int](), set[frozenset[int]]()
         for task in tasks:
             if task.kind in "BW":
                 left[task.stage] -= 1
-                begun.add(task.stage)
-                begun -= {stage for stage in begun if not left[stage]}
-                times.add(frozenset(begun))
+                begun = begun | {task.stage} if left[task.stage] else begun - {task.stage}
+                times.add(begun)
         positions.append(frozenset(times))
     return tuple(positions)
 

@@ -37,7 +37,7 @@ from threed.schema import Config, OffloadConfig
 
 FORWARDS_FIRST = ("gpipe", "breadth-first")  # orders with the forwards of all micro-batches before backwards
 _STEADY = 0.99  # of the pace with free traffic: a steady state is not faster
-_SURE = 0.999  # of what one more micro-batch takes while the pipeline fills: later it takes no less
+_FILLING = 0.999  # of what one more micro-batch takes while the pipeline fills: later it takes no less
 
 
 def as_priced(config: Config, hardware: Hardware) -> Config:
@@ -183,7 +183,7 @@ class ShortPlans:
             return least
         # While the pipeline fills, one more micro-batch takes less than later.
         per = (self._timed(self._steady, _FREE) - filled) / more
-        return max(least, filled + left * _SURE * per)
+        return max(least, filled + left * _FILLING * per)
 
     def step_s(self, alike: ShortPlans | None = None, limit: float = math.inf,
                microbatch_s: float = 0.0) -> float:

@@ -180,11 +180,13 @@ class Units(Cuts):
 
 
 def _stage_price(units: Sequence[UnitPrice]) -> UnitPrice:
-    """Of a stage. Its first unit, and backwards its last one, have what they need from another position."""
+    """Of a stage, with waits in its forward and backward. Its first unit, and backwards its last one, have
+    what they need from another position."""
     whole = UnitPrice(*map(sum, zip(*units, strict=True)))
-    before = whole.before_forward - units[0].before_forward, whole.before_backward - units[-1].before_backward
-    return whole._replace(forward=whole.forward + before[0], backward=whole.backward + before[1],
-                          before_forward=before[0], before_backward=before[1])
+    ahead = whole.before_forward - units[0].before_forward
+    back = whole.before_backward - units[-1].before_backward
+    return whole._replace(forward=whole.forward + ahead, backward=whole.backward + back, before_forward=ahead,
+                          before_backward=back)
 
 
 def saved_by(analysis: Analysis) -> Counter[int]:
